@@ -8,9 +8,12 @@
 Cells flagged with one of `tst_flags` of settings.ini, cells with `#| eval: false` and notebooks with
 `skip_exec: true` are left as they are, stored outputs included. A notebook that fails is not written.
 Only standard output, results and pictures are stored: standard error holds warnings with one machine's paths.
+Figures are stored as PNG, large ones (photographs) as JPEG.
 """
 
 import argparse
+import base64
+import io
 import os
 import re
 import sys
@@ -26,6 +29,9 @@ root = Path(__file__).resolve().parent.parent
 nbs = root / "nbs"
 preload = ["torch", "diffusers.models.autoencoders", "matplotlib.pyplot", "execnb.shell", "nbdev.process"]
 local_path = re.compile(r"/(?:root|home|Users|work|tmp)/[\w.-]+|[A-Z]:\\Users\\")
+
+
+large = 120_000  # bytes of a stored PNG, above which a photograph is better stored as JPEG
 
 
 @dataclass
@@ -60,6 +66,21 @@ def find(names: list[str]) -> list[Path]:
     return found
 
 
+def slimmer(output: dict) -> dict:
+    """`output` with a large PNG, as photographs make, replaced by a JPEG where that saves more than half."""
+    png = output.get("data", {}).get("image/png", "")
+    if len(png) < large:
+        return output
+    from PIL import Image
+
+    jpeg = io.BytesIO()
+    Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB").save(jpeg, "JPEG", quality=90, subsampling=0)
+    text = base64.b64encode(jpeg.getvalue()).decode()
+    if len(text) < len(png) / 2:
+        output["data"] = {k: v for k, v in output["data"].items() if k != "image/png"} | {"image/jpeg": text}
+    return output
+
+
 def run(path: Path, force: frozenset[str] = frozenset(), store: bool = False) -> Outcome:
     """Run one notebook in this process, as `nbdev_test` would; with `store`, write its outputs back."""
     os.environ["IN_TEST"] = "1"
@@ -91,7 +112,7 @@ def run(path: Path, force: frozenset[str] = frozenset(), store: bool = False) ->
             trace = "".join(traceback.format_exception(shell.exc))
             outcome.failed = f"{path.name}, cell {number} ({cell.get('id')}):\n{cell.source}\n\n{trace}"
             break
-        cell.outputs = [o for o in cell.outputs if o.get("name") != "stderr"]
+        cell.outputs = [slimmer(o) for o in cell.outputs if o.get("name") != "stderr"]
     if store and not outcome.failed:
         config = ConfigParser()
         config.read(root / "settings.ini", encoding="utf-8")
