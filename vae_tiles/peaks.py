@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -75,10 +76,11 @@ for _name in ('flash_attention', 'flash_attention_for_cpu', 'efficient_attention
         _WORK[getattr(_aten, f'_scaled_dot_product_{_name}').default] = _attention_work
 
 # %% ../nbs/04_peaks.ipynb #0c0ee0a3
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
 def channels_last(t: Tensor) -> bool:
     "Is `t` laid out channels last, whatever its dimensions?"
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return t.ndim in formats and t.is_contiguous(memory_format=formats[t.ndim])
+    return t.ndim in _FORMATS and t.is_contiguous(memory_format=_FORMATS[t.ndim])
 
 def layout_copies(x: Tensor,    # input of a convolution
                   out: Tensor,  # its output
@@ -87,21 +89,29 @@ def layout_copies(x: Tensor,    # input of a convolution
     return sum(rounded(t.numel() * t.element_size()) for t in (x, out)
                if t.dtype in (torch.bfloat16, torch.float16) and not channels_last(t))
 
+def _as_on_gpu(weight: Tensor, out: Tensor) -> Tensor:
+    "A convolution's meta output, channels last where its weight is: so it is on a GPU, but not on the meta device."
+    if not out.is_meta or out.ndim not in _FORMATS or weight.is_contiguous() or not channels_last(weight): return out
+    return out.contiguous(memory_format=_FORMATS[out.ndim])
+
 # %% ../nbs/04_peaks.ipynb #4800646c
 class _FusedAttention(TorchFunctionMode):
     "On the meta device, attention in memory that grows with the tokens, not with their square, where real devices do so."
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention and len(args) >= 3 and self.fits(*args[:3], **kwargs):
-            mask, dropout, causal = (*args[3:6], *(None, 0.0, False)[len(args) - 3:])
-            return _aten._scaled_dot_product_flash_attention_for_cpu(
-                *args[:3], kwargs.get('dropout_p', dropout), kwargs.get('is_causal', causal),
-                attn_mask=kwargs.get('attn_mask', mask), scale=kwargs.get('scale'))[0]
-        return func(*args, **kwargs)
+        try:
+            if func is F.scaled_dot_product_attention: func = _attention
+            return func(*args, **(kwargs or {}))
+        except BaseException:
+            args = kwargs = None  # a traceback must not keep tensors alive
+            raise
 
-    @staticmethod
-    def fits(q, k, v, *, enable_gqa=False, **_) -> bool:
-        return q.device.type == 'meta' and q.ndim == k.ndim == v.ndim == 4 and q.shape[-1] == v.shape[-1] and not enable_gqa
+_sdpa = F.scaled_dot_product_attention
+
+def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    fused = query.is_meta and query.ndim == key.ndim == value.ndim == 4 and query.shape[-1] == value.shape[-1] and not enable_gqa
+    if fused: return _aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout_p, is_causal,
+                                                                       attn_mask=attn_mask, scale=scale)[0]
+    return _sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **({'enable_gqa': True} if enable_gqa else {}))
 
 # %% ../nbs/04_peaks.ipynb #fa43eb0a
 class Ledger:
@@ -171,6 +181,11 @@ def _rehearse(func, args, kwargs) -> list[int]:
     finally: _rehearsing.on = False
 
 # %% ../nbs/04_peaks.ipynb #c0692ca7
+@lru_cache(None)
+def _composite(func) -> bool:
+    "Is the operator made of others that could be followed instead?"
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), 'CompositeImplicitAutograd')
+
 class Follow(TorchDispatchMode):
     "Follow the storages made while active, on any device: views cost nothing, what was made before does not count."
     def __init__(self,
@@ -188,6 +203,9 @@ class Follow(TorchDispatchMode):
         self.timeline: list[tuple[str, int]] | None = [] if timeline else None
         self._attention: list[_FusedAttention] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool: return False  # its wrapper would keep an operator's inputs alive in tracebacks
+
     now = property(lambda self: self.ledger.now, doc='Bytes held now.')
     peak = property(lambda self: self.ledger.peak, doc='Bytes held at the worst.')
     count = property(lambda self: self.ledger.count, doc='Storages made.')
@@ -203,6 +221,8 @@ class Follow(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if getattr(_rehearsing, 'on', False): return func(*args, **kwargs)
+        if _composite(func):  # in inference mode these arrive whole; what they are made of is what allocates
+            with self, torch._C.DisableTorchFunction(): return func.decompose(*args, **kwargs)
         try:
             given = _storages((args, kwargs))
             if func is _aten.lift_fresh.default: given = {}  # torch.tensor(...) made it just now, out of sight
@@ -211,6 +231,7 @@ class Follow(TorchDispatchMode):
                 self.ledger.check(sum(coming), str(func), len(coming))
             before = {k: s.nbytes() for k, s in given.items()} if func._schema.is_mutable else {}
             out = func(*args, **kwargs)
+            if self.copies and func is _aten.convolution.default: out = _as_on_gpu(args[1], out)
             self._enter(func, args, out, given, before)
             return out
         except BaseException:
