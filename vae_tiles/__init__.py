@@ -10,20 +10,22 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .estimates import estimate_decode, estimate_encode
-    from .installing import decode, encode, install, tiling
+    from .installing import decode, encode, install
     from .measure import measure_peaks
     from .peaks import capped, is_oom
     from .planning import Plan, plan
+    from .vaes import tiling
 
 __all__ = ["Plan", "capped", "decode", "encode", "estimate_decode", "estimate_encode", "install", "is_oom",
            "measure_peaks", "plan", "tiling"]
 
 _homes = {
-    "installing": ("install", "tiling", "decode", "encode"),
+    "installing": ("install", "decode", "encode"),
     "planning": ("Plan", "plan"),
     "estimates": ("estimate_decode", "estimate_encode"),
     "measure": ("measure_peaks",),
     "peaks": ("capped", "is_oom"),
+    "vaes": ("tiling",),
 }
 _home_of = {name: home for home, names in _homes.items() for name in names}
 

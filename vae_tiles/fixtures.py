@@ -76,7 +76,7 @@ def config(name: str) -> dict:  # one of `NAMES`
     return json.loads((data_folder() / "configs" / f"{name}.json").read_text())
 
 # %% ../nbs/03_fixtures.ipynb #facabf93
-def vae_class(config: dict) -> type:  # holds `_class_name`
+def vae_class(config: dict):  # holds `_class_name`
     "The diffusers class that a configuration names."
     import diffusers
     name = config.get("_class_name", "")
@@ -94,7 +94,7 @@ def full_width(name: str,  # one of `NAMES`
     return torch.nn.Module.to(vae, dtype).eval().requires_grad_(False)  # not diffusers' own `to`: it warns
 
 # %% ../nbs/03_fixtures.ipynb #478ad547
-def latent_shape(vae: torch.nn.Module,
+def latent_shape(vae,
                  height: int, width: int,  # pixels
                  batch: int = 1) -> tuple[int, ...]:
     "The shape of the latent of one picture: 5-D, with one frame, for the classes that came from video."
@@ -103,11 +103,11 @@ def latent_shape(vae: torch.nn.Module,
     r = spatial_ratio(vae)
     return (batch, channels, 1, height // r, width // r) if takes_frames(vae) else (batch, channels, height // r, width // r)
 
-def takes_frames(vae: torch.nn.Module) -> bool:
+def takes_frames(vae) -> bool:
     "Do its latents and pictures have a time axis?"
     return "temperal_downsample" in vae.config
 
-def spatial_ratio(vae: torch.nn.Module) -> int:
+def spatial_ratio(vae) -> int:
     "Pixels per latent, one side."
     c = vae.config
     for key in ("scale_factor_spatial", "spatial_compression_ratio"):
@@ -116,7 +116,7 @@ def spatial_ratio(vae: torch.nn.Module) -> int:
 
 # %% ../nbs/03_fixtures.ipynb #e82ecac9
 def as_input(x: torch.Tensor,  # (B, 3, H, W) in [-1, 1]
-             vae: torch.nn.Module) -> torch.Tensor:
+             vae) -> torch.Tensor:
     "A picture in the shape and type that `vae.encode` takes: alpha and a time axis where they are wanted."
     wanted = vae.config.get("in_channels") or vae.config.get("input_channels") or 3
     if wanted == 4 and x.shape[1] == 3: x = torch.cat([x, torch.ones_like(x[:, :1])], 1)
@@ -124,9 +124,9 @@ def as_input(x: torch.Tensor,  # (B, 3, H, W) in [-1, 1]
     return (x.unsqueeze(2) if takes_frames(vae) else x).to(p.device, p.dtype)
 
 # %% ../nbs/03_fixtures.ipynb #31055cb5
-_slim = dict(block_out_channels=[8, 16, 16, 16], layers_per_block=1, norm_num_groups=4)
-_narrow = dict(base_dim=8, num_res_blocks=1)
-TINY = {  # what is smaller than in the real configuration
+_slim: dict = dict(block_out_channels=[8, 16, 16, 16], layers_per_block=1, norm_num_groups=4)
+_narrow: dict = dict(base_dim=8, num_res_blocks=1)
+TINY: dict[str, dict] = {  # what is smaller than in the real configuration
     "flux1": _slim, "sdxl": _slim, "flux2": _slim, "qwen-image": _narrow, "wan": _narrow,
     "qwen-image-2.1": dict(_narrow, decoder_base_dim=8, dim_mult=[1, 2, 2, 4, 4]),
     "hunyuan-image-2.1": dict(block_out_channels=[32, 32, 32, 32, 32, 128], layers_per_block=1),  # 32 groups, fixed

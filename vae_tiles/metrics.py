@@ -25,7 +25,8 @@ def _pair(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     "Both as levels, (C, H, W) with batch and time folded into C."
     if a.shape != b.shape: raise ValueError(f"pictures of different sizes: {tuple(a.shape)} and {tuple(b.shape)}")
     if a.ndim < 2: raise ValueError(f"a picture has at least two dimensions, not {a.ndim}")
-    return tuple(to_levels(t).reshape(-1, *t.shape[-2:]) for t in (a, b))
+    a, b = (to_levels(t).reshape(-1, *t.shape[-2:]) for t in (a, b))
+    return a, b
 
 # %% ../nbs/00_metrics.ipynb #838bf1ce
 IDENTICAL = 99.0  # dB
@@ -36,7 +37,8 @@ def psnr(a: torch.Tensor,  # (..., H, W) in [-1, 1], or bytes
     "Peak signal-to-noise ratio on 8-bit levels; 99.0 for identical pictures."
     a, b = _pair(a, b)
     mse = (a - b).double().square().mean().item()
-    return IDENTICAL if mse == 0 else min(IDENTICAL, 10 * math.log10(255**2 / mse))
+    if mse == 0: return IDENTICAL
+    return math.nan if math.isnan(mse) else min(IDENTICAL, 10 * math.log10(255**2 / mse))
 
 # %% ../nbs/00_metrics.ipynb #58029a1f
 def window_map(a: torch.Tensor, b: torch.Tensor,  # (..., H, W) in [-1, 1], or bytes
