@@ -459,7 +459,7 @@ def test_tiling_left_on_by_other_code_does_not_change_a_prediction():
 
 def test_video_frames_and_batches_are_predicted():
     vae = tiny("wan")
-    one, batch, frames = predict_decode(vae, 8, 8), predict_decode(vae, 8, 8, batch=2), predict_decode(vae, 8, 8, frames=3)
+    one, batch, frames = (predict_decode(vae, 8, 8, **k) for k in ({}, {"batch": 2}, {"frames": 3}))
     assert batch.out.shape[0] == 2 and batch.work == 2 * one.work
     assert frames.out.shape[2] == 9 and frames.peak > one.peak
 
@@ -472,6 +472,12 @@ def test_dry_run_takes_shapes_tensors_modules_and_methods():
     run = dry_run(lambda x, flag, state: (x + 1, state), (4,), True, None)
     assert run.out[0].shape == (4,) and run.out[1] is None and run.timeline == ()
     assert dry_run(lambda x: x + 1, (4,), timeline=True).timeline == (("aten.add.Tensor", 512),)
+
+
+def test_dry_run_finds_the_largest_buffer():
+    run = dry_run(lambda x: (x.repeat(2, 2) + 1).sum().float(), (1000, 1000))
+    assert (run.largest, run.elements) == (8_000_000, 4_000_000)
+    assert dry_run(lambda x: x.expand(5000, 1000, 1000)[:1], (1, 1000, 1000)).largest == 0  # a view
 
 
 def test_vaes_that_cannot_be_read_say_so():

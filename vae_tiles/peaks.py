@@ -199,7 +199,7 @@ class Follow(TorchDispatchMode):
                 ):
         super().__init__()
         self.ledger, self.copies, self.skip = Ledger(cap, baseline, fail_at), layout_copies, skip
-        self.work = 0
+        self.work = self.largest = self.elements = 0
         self.timeline: list[tuple[str, int]] | None = [] if timeline else None
         self._attention: list[_FusedAttention] = []
 
@@ -253,6 +253,9 @@ class Follow(TorchDispatchMode):
             args = out = given = fresh = None
             raise
         for s, nbytes in fresh: books.enter(s, nbytes)
+        if fresh:
+            self.largest = max(self.largest, *(s.nbytes() for s, _ in fresh))
+            self.elements = max(self.elements, *(t.numel() for t in _tensors(out)), 0)
         for k, old in before.items():  # what the operator made grow in place
             s = given[k]
             if s.nbytes() != old and (s in books or s.nbytes() > old) and s.device.type not in self.skip:
@@ -312,7 +315,9 @@ class Run:
     peak: int  # bytes held at the worst, above the inputs and the weights
     out: Any   # what the call returned, on the meta device
     work: int  # multiply-adds
-    count: int = 0  # storages made
+    count: int = 0     # storages made
+    largest: int = 0   # bytes of the largest storage made
+    elements: int = 0  # elements of the largest tensor made
     timeline: tuple[tuple[str, int], ...] = field(default=(), repr=False)  # (operator, bytes held) at every step
 
 def dry_run(fn: Callable,  # a function of meta tensors; a module or its method is copied to the meta device first
@@ -327,7 +332,7 @@ def dry_run(fn: Callable,  # a function of meta tensors; a module or its method 
     elif isinstance(owner, nn.Module) and not _is_meta(owner, dtype): fn = getattr(to_meta(owner, dtype), fn.__name__)
     given = [torch.empty(tuple(a), dtype=dtype, device=_META) if _is_shape(a) else _twin(a) for a in args]
     with torch.no_grad(), Follow(layout_copies=layout_copies, timeline=timeline) as follow: out = fn(*given, **kwargs)
-    return Run(follow.peak, out, follow.work, follow.count, tuple(follow.timeline or ()))
+    return Run(follow.peak, out, follow.work, follow.count, follow.largest, follow.elements, tuple(follow.timeline or ()))
 
 def _is_meta(module: nn.Module, dtype: torch.dtype) -> bool:
     return all(p.is_meta and (p.dtype == dtype or not p.is_floating_point()) for p in module.parameters())
