@@ -18,7 +18,6 @@ from diffusers import (AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLHunyuanIm
                        AutoencoderKLQwenImage21)
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
 from PIL import Image
-from safetensors.torch import load_file
 from torch import nn
 
 DATA = Path(__file__).resolve().parent.parent/'vae_tiles'/'data'
@@ -44,7 +43,6 @@ MODELS = {  # class, config, ratio, side of the usual training crop
     'qwen-image-2.1': (AutoencoderKLQwenImage21, dict(base_dim=16, decoder_base_dim=16, dim_mult=[1, 2, 2, 4, 4],
         num_res_blocks=1), 16, 128),
     'flux2': (AutoencoderKLFlux2, dict(kl, latent_channels=32), 8, 96)}
-WARM = {'flux2': 'flux1'}  # the same network but for its latents: start from the other's trained weights
 VIDEO = (AutoencoderKLQwenImage, AutoencoderKLQwenImage21)
 
 
@@ -173,7 +171,9 @@ def widen(x, n):
     mix = torch.randn(n - x.shape[1], x.shape[1], generator=torch.Generator().manual_seed(SEED))*.3/x.shape[1]**.5
     return torch.cat([x, torch.einsum('bchw,nc->bnhw', x, mix)], 1)
 
-def paired(x, k=2.): return torch.stack([x + k, -x - k], 2).flatten(1, 2)  # k steadies the norm
+STEADY = 3.  # the constant that pairs carry, against which a norm's statistics vary little
+
+def paired(x, sign=1.): return torch.stack([x + STEADY*sign, -x - STEADY*sign], 2).flatten(1, 2)
 
 def white(x): return x/x.std((0, 2, 3), keepdim=True)
 
@@ -210,6 +210,13 @@ def start(net, x):
         if re.search(r'quant_conv$', name):
             m.weight.copy_(torch.eye(len(m.bias)).view(m.weight.shape))
             m.bias.zero_()
+    for part, share in ((vae.encoder, -.15), (vae.decoder, .18)):  # colour of the whole picture, taken out and put back
+        for m in part.mid_block.attentions:
+            if not hasattr(m, 'to_qkv'): continue
+            n = len(m.proj.bias)
+            m.to_qkv.weight[:2*n] *= .3
+            m.to_qkv.weight[2*n:, :, 0, 0] = torch.eye(n)
+            m.proj.weight[:, :, 0, 0] += torch.eye(n)*share*STEADY
     trunk = {n: m for n, m in vae.named_modules() if isinstance(m, (nn.Conv2d, nn.Conv3d)) and TRUNK.search(n)}
     resnets = [m for m in vae.decoder.modules() if hasattr(m, 'conv2')]
     bottom = x.shape[-1]//net.ratio
@@ -253,7 +260,7 @@ def start(net, x):
             width, size = (n//4, 2*a.shape[-1]) if inner is shrink else (n, a.shape[-1])
             t = seen[size]
             if (width, size) != (vae.decoder.conv_out.in_channels, x.shape[-1]): t = widen(t, width)
-            elif isinstance(vae, AutoencoderKLHunyuanImage): t = paired(widen(t, width//2), 2*checkers(t, width//2))
+            elif isinstance(vae, AutoencoderKLHunyuanImage): t = paired(widen(t, width//2), checkers(t, width//2))
             else: t = paired(widen(t, width//2))
         t = t - side
         fit(conv, given, inner(t) if inner else t)
@@ -286,29 +293,25 @@ def with_alpha(x):
     if k: a[:k] = x[-k:].mean(1, keepdim=True)
     return torch.cat([x, a], 1).contiguous(memory_format=torch.channels_last)
 
-def train(name, photos, minutes, lr=6e-4, decay=.998):
+def train(name, photos, minutes, lr=5e-4, decay=.998):
     "Train `name` for `minutes`: its averaged weights, and the steps done."
     random.seed(SEED), torch.manual_seed(SEED)
     net = Net(name)
-    x = crops(photos, 24, 128 if net.ratio < 32 else 256)
+    x = crops(photos, *((24, 128) if net.ratio < 32 else (12, 256)))
     start(net, with_alpha(x) if net.rgba else x)
-    if not any(p.dim() == 5 for p in net.parameters()): net.to(memory_format=torch.channels_last)
-    warm = DATA/'vaes'/WARM.get(name, '')/'diffusion_pytorch_model.safetensors'
-    if warm.is_file():
-        own = net.vae.state_dict()
-        net.vae.load_state_dict({k: v.float() for k, v in load_file(warm).items() if k in own and v.shape == own[k].shape},
-                                strict=False)
+    if name in ('flux1', 'flux2', 'qwen-image-2.1'): net.to(memory_format=torch.channels_last)  # the others are faster without
     small = [p for p in net.parameters() if p.dim() < 2 or p.numel() == p.shape[0]]
     large = [p for p in net.parameters() if not (p.dim() < 2 or p.numel() == p.shape[0])]
-    opt = torch.optim.AdamW([dict(params=large, lr=lr), dict(params=small, lr=3*lr)], betas=(.9, .98), weight_decay=0)
+    opt = torch.optim.AdamW([dict(params=large, lr=lr), dict(params=small, lr=2*lr)], betas=(.9, .98), weight_decay=0)
     base = [g['lr'] for g in opt.param_groups]
     mean = copy.deepcopy(net)
     begin, step, shown = time.time(), 0, 0.
     while (done := (time.time()-begin)/60/minutes) < 1:
-        for g, r in zip(opt.param_groups, base): g['lr'] = r*min(1, (step+1)/50)*(.02 + .98*(1+math.cos(math.pi*done))/2)
+        for g, r in zip(opt.param_groups, base): g['lr'] = r*min(1, (step+1)/100)*(.02 + .98*(1+math.cos(math.pi*done))/2)
         side = net.side*(random.choice((4, 5)) if done > .8 else random.choice((2, 2, 2, 2, 3)))//2
         x = crops(photos, max(1, round(8*96**2/side**2)), side)
         if net.rgba: x = with_alpha(x)
+        if net.ratio == 32: x = x.contiguous()
         with torch.autocast('cpu', torch.bfloat16): y, kl = net(x)
         loss = loss_of(y, x, kl)
         opt.zero_grad()
@@ -358,7 +361,7 @@ def psnr(vae, x):
     if isinstance(vae, AutoencoderKLQwenImage21): x = with_alpha(x)
     if isinstance(vae, VIDEO): x = x.unsqueeze(2)
     y = vae.decode(vae.encode(x).latent_dist.mode()).sample
-    level = lambda t: (t.clamp(-1, 1)*127.5 + 127.5).round()
+    level = lambda t: (t[:, :3].clamp(-1, 1)*127.5 + 127.5).round()
     return 10*math.log10(255**2/(level(y)-level(x)).square().mean().item())
 
 def make(name, photos, minutes, threads):
