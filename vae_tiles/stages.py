@@ -4,23 +4,23 @@
 
 # %% auto #0
 __all__ = ['BAND', 'FAMILIES', 'NETS', 'UnknownStructure', 'Attend', 'Stage', 'hooked', 'bare', 'kind_of', 'unknown',
-           'conv_reach', 'chain_reach', 'taken', 'given_away', 'shared', 'bands', 'merge', 'moments', 'record',
-           'affine_of', 'group_norm', 'fused', 'attention_part', 'attention', 'kl_resnet', 'kl_attention',
+           'conv_reach', 'chain_reach', 'taken', 'given_away', 'shared', 'bands', 'acc_type', 'merge', 'moments',
+           'record', 'affine_of', 'group_norm', 'fused', 'attention_part', 'attention', 'kl_resnet', 'kl_attention',
            'kl_upsample', 'kl_downsample', 'mid_stages', 'kl_block', 'kl_stages', 'hunyuan_resnet', 'hunyuan_attention',
            'hunyuan_layer', 'hunyuan_stages', 'as_video', 'slots', 'call_cached', 'conv_cached', 'wan_resnet',
            'wan_resample', 'wan_attention', 'wan_shortcut_block', 'wan_block', 'patchify', 'unpatchify', 'wan_stages',
            'known_class', 'known_parts', 'chunks', 'run', 'run_video', 'vae_stages', 'decoder_stages', 'encoder_stages']
 
-# %% ../nbs/07_stages.ipynb #b7da89b8
+# %% ../nbs/07_stages.ipynb #f0ff72ef
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 import torch
 import torch.nn.functional as F
 
-# %% ../nbs/07_stages.ipynb #7f9988ff
+# %% ../nbs/07_stages.ipynb #4d99017f
 class UnknownStructure(ValueError):
     "An autoencoder whose parts are not recognised; the message names the part. Callers fall back to blending."
 
@@ -57,7 +57,7 @@ class Stage:
         return (math.floor((start - self.after[0]) / self.scale) - self.before[0],
                 math.ceil((stop + self.after[1]) / self.scale) + self.before[1])
 
-# %% ../nbs/07_stages.ipynb #572983a3
+# %% ../nbs/07_stages.ipynb #a21e38b6
 def hooked(module) -> bool:
     "Whether calling `module` does more than its class's `forward`: hooks, or a `forward` replaced on the instance."
     if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module): return True
@@ -81,7 +81,7 @@ def unknown(module, name: str):
     "Raise: `module`, found at `name`, is not a layer that we know."
     raise UnknownStructure(f"{name} is a {type(module).__name__}, which is not recognised")
 
-# %% ../nbs/07_stages.ipynb #466796be
+# %% ../nbs/07_stages.ipynb #2f517bca
 def conv_reach(conv) -> int:
     "Cells that a stride-1 convolution (or a 1x1 Linear) sees beyond its own, one side."
     kernel = getattr(conv, "kernel_size", (1,))[-1]
@@ -91,7 +91,7 @@ def chain_reach(*convs) -> tuple[int, int]:
     "Reach of convolutions one after another, as (left, right)."
     return (sum(map(conv_reach, convs)),) * 2
 
-# %% ../nbs/07_stages.ipynb #062958d7
+# %% ../nbs/07_stages.ipynb #d9c4ac5e
 def taken(x):
     "The map in `x`: `x` itself, or popped from the one-element list that gives it away."
     return x.pop() if isinstance(x, list) else x
@@ -104,21 +104,25 @@ def shared(state) -> bool:
     "Whether GroupNorms must read or write statistics."
     return bool(state) and ("norms" in state or "record" in state)
 
-# %% ../nbs/07_stages.ipynb #07a54492
-BAND = 1 << 20  # elements of a map that are looked at in fp32 at a time
+# %% ../nbs/07_stages.ipynb #76e867ff
+BAND = 1 << 20  # elements of a map that are looked at in fp32 at a time, at least a 32nd of the map
 
 def bands(x, limit: int = 0):
     "Slices of rows of `x` (..., H, W), each of about `limit` elements (`BAND` if 0)."
-    height, limit = x.shape[-2], limit or BAND
+    height, limit = x.shape[-2], limit or max(BAND, x.numel() // 32)
     rows = max(1, min(height, limit // max(1, x.numel() // max(1, height))))
     return [slice(i, min(i + rows, height)) for i in range(0, height, rows)]
+
+def acc_type(x):
+    "The type to add up in: fp32, or fp64 for fp64 maps."
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 def merge(a, b):
     "Pool two (count, mean, var), counts per group and population variances."
     if a is None: return b
     n = a[0] + b[0]
     d = b[1] - a[1]
-    return n, a[1] + d * (b[0] / n), (a[2] * a[0] + b[2] * b[0]) / n + d * d * (a[0] * b[0] / n / n)
+    return n, a[1] + d * (b[0] / n), (a[2] * a[0] + b[2] * b[0]) / n + d * d * (a[0] / n * (b[0] / n))
 
 def moments(
     x,  # a map (B, C, H, W), any float type
@@ -127,12 +131,16 @@ def moments(
     "Mean and population variance per group over all cells, stable, without a copy of the map."
     total = None
     for rows in bands(x):
-        part = x[..., rows, :].float().reshape(len(x), groups, -1)
-        var, mean = torch.var_mean(part, dim=2, correction=0)
-        total = merge(total, (part.shape[2], mean, var))
-    return total
+        part = x[..., rows, :].to(acc_type(x))
+        mean = part.mean((2, 3), keepdim=True)
+        var = (part - mean).square_().mean((2, 3))
+        total = merge(total, (part[0, 0].numel(), mean[..., 0, 0], var))
+        if x.is_meta: break  # every band is like the first
+    n, mean, var = total[0], total[1].unflatten(1, (groups, -1)), total[2].unflatten(1, (groups, -1))
+    centre = mean.mean(2)
+    return n * mean.shape[2], centre, (var + (mean - centre[..., None]).square()).mean(2)
 
-# %% ../nbs/07_stages.ipynb #c7b696b5
+# %% ../nbs/07_stages.ipynb #c3cd0c30
 def record(x, module, state):
     "Note the statistics of `x` at GroupNorm `module` in `state[\"record\"]`, the cells in `state[\"crop\"]` only."
     rows, cols = state.get("crop") or (slice(None), slice(None))
@@ -142,10 +150,10 @@ def record(x, module, state):
 def affine_of(module, mean, var):
     "GroupNorm with known statistics is one scale and one shift per channel: both (B, C, 1, 1) in fp32."
     per = module.num_channels // module.num_groups
-    scale = torch.rsqrt(var.float() + module.eps).repeat_interleave(per, 1)
-    shift = -mean.float().repeat_interleave(per, 1) * scale
-    if module.weight is not None: scale, shift = scale * module.weight.float(), shift * module.weight.float()
-    if module.bias is not None: shift = shift + module.bias.float()
+    scale = torch.rsqrt(var + module.eps).repeat_interleave(per, 1)
+    shift = -mean.repeat_interleave(per, 1) * scale
+    if module.weight is not None: scale, shift = scale * module.weight.to(scale), shift * module.weight.to(scale)
+    if module.bias is not None: shift = shift + module.bias.to(shift)
     return scale[:, :, None, None], shift[:, :, None, None]
 
 def group_norm(
@@ -159,10 +167,10 @@ def group_norm(
     if module not in state.get("norms", ()): return module(x)
     scale, shift = affine_of(module, *state["norms"][module])
     y = torch.empty_like(x)
-    for rows in bands(x): y[..., rows, :] = torch.addcmul(shift, x[..., rows, :].float(), scale)
+    for rows in bands(x): y[..., rows, :] = torch.addcmul(shift, x[..., rows, :].to(shift.dtype), scale)
     return y
 
-# %% ../nbs/07_stages.ipynb #4891e9d0
+# %% ../nbs/07_stages.ipynb #71cbb9ed
 def fused(q, k, v) -> bool:
     "Whether torch has a kernel for these (B, 1, N, C) that keeps no scores."
     choose = getattr(torch, "_fused_sdp_choice", None)
@@ -171,7 +179,7 @@ def fused(q, k, v) -> bool:
 
 def attention_part(q, k, v, step: int):
     "Online softmax over keys, `step` of them at a time, for queries q (B, n, C)."
-    scale, top = q.shape[-1] ** -0.5, None
+    scale, top, acc, total = q.shape[-1] ** -0.5, None, None, None
     for i in range(0, k.shape[1], step):
         s = torch.bmm(q.float() * scale, k[:, i:i + step].float().transpose(1, 2))
         new = s.amax(-1, keepdim=True) if top is None else torch.maximum(top, s.amax(-1, keepdim=True))
@@ -196,7 +204,7 @@ def attention(
     for i in range(0, q.shape[1], side): out[:, i:i + side] = attention_part(q[:, i:i + side], k, v, side)
     return out
 
-# %% ../nbs/07_stages.ipynb #f79b54b4
+# %% ../nbs/07_stages.ipynb #e486dce2
 def kl_resnet(m, name: str) -> Stage:
     "diffusers' `ResnetBlock2D` without time embedding or resampling."
     if m.time_emb_proj is not None or m.upsample is not None or m.downsample is not None: unknown(m, f"{name} with time embedding or resampling")
@@ -229,7 +237,7 @@ def kl_attention(m, name: str) -> Stage:
     attend = Attend(qkv, out) if type(m.processor).__name__ in ("AttnProcessor2_0", "AttnProcessor") and not hooked(m) else None
     return Stage(name, fn, whole=True, norms=(m.group_norm,), attend=attend, kind="attention", parts={"block": m})
 
-# %% ../nbs/07_stages.ipynb #ed7e99b7
+# %% ../nbs/07_stages.ipynb #1b7e4903
 def kl_upsample(m, name: str) -> Stage:
     "diffusers' `Upsample2D`: nearest 2x, then a convolution."
     if not m.use_conv or m.use_conv_transpose or not m.interpolate or m.norm is not None: unknown(m, f"{name} without interpolation or convolution")
@@ -262,7 +270,7 @@ def kl_block(block, name: str) -> list:
         for i, m in enumerate(getattr(block, word, None) or ()): stages.append(make(m, f"{name}.{word}.{i}"))
     return stages
 
-# %% ../nbs/07_stages.ipynb #d2cbf232
+# %% ../nbs/07_stages.ipynb #89b2a91d
 def kl_stages(vae, op: str) -> list:
     "`AutoencoderKL`, `AutoencoderKLFlux2`: diffusers' `Decoder` or `Encoder` between the quant convolutions."
     word = "decoder" if op == "decode" else "encoder"
@@ -282,7 +290,7 @@ def kl_stages(vae, op: str) -> list:
             *(mid + blocks if op == "decode" else blocks + mid),
             Stage(f"{word}.conv_out", leave, before=chain_reach(conv_out), norms=(norm,), kind="conv_out", parts={"norm": norm, "act": act, "conv": conv_out, "last": last})]
 
-# %% ../nbs/07_stages.ipynb #571a7f18
+# %% ../nbs/07_stages.ipynb #512f566e
 def hunyuan_resnet(m, name: str) -> Stage:
     "`HunyuanImageResnetBlock`."
     own = hooked(m)
@@ -314,7 +322,7 @@ def hunyuan_layer(m, name: str) -> Stage:
     scale = Fraction(2) if kind == "Upsample" else Fraction(1, 2)
     return Stage(name, lambda x, state=None: m(taken(x)), scale, chain_reach(m.conv), kind="shuffle_up" if scale == 2 else "shuffle_down", parts={"block": m, "conv": m.conv})
 
-# %% ../nbs/07_stages.ipynb #918d6e95
+# %% ../nbs/07_stages.ipynb #ff810e3c
 def hunyuan_stages(vae, op: str) -> list:
     "`AutoencoderKLHunyuanImage`."
     word = "decoder" if op == "decode" else "encoder"
@@ -335,7 +343,7 @@ def hunyuan_stages(vae, op: str) -> list:
             *(mid + blocks if op == "decode" else blocks + mid),
             Stage(f"{word}.conv_out", leave, before=chain_reach(conv_out), norms=(norm,), kind="conv_out", parts={"norm": norm, "act": act, "conv": conv_out, "last": None, "group": getattr(net, "group_size", 0)})]
 
-# %% ../nbs/07_stages.ipynb #72ec6222
+# %% ../nbs/07_stages.ipynb #8cbe9e7d
 def as_video(fn):
     "Let `fn` of (B, C, T, H, W) take and give (B, C, H, W) as well."
     def wrapped(x, state=None):
@@ -369,7 +377,7 @@ def conv_cached(conv, x, cache, i: int):
     cache[i] = last
     return y
 
-# %% ../nbs/07_stages.ipynb #4a5b7b19
+# %% ../nbs/07_stages.ipynb #522e9002
 def wan_resnet(m, name: str) -> Stage:
     "A causal residual block: RMS norm, convolution, twice."
     return Stage(name, as_video(call_cached(m, name)), before=chain_reach(m.conv1, m.conv2), kind="resnet", parts={"block": m})
@@ -407,7 +415,7 @@ def wan_shortcut_block(block, name: str) -> Stage:
     scale = Fraction(2) if up else Fraction(1, 2 if block.downsampler is not None else 1)
     return Stage(name, as_video(fn), scale, **where, kind="up_block" if up else "down_block", parts={"block": block})
 
-# %% ../nbs/07_stages.ipynb #dde73b68
+# %% ../nbs/07_stages.ipynb #8371d220
 def wan_block(block, name: str) -> list:
     "One entry of `up_blocks` or `down_blocks` as stages."
     kind = kind_of(block)
@@ -421,7 +429,7 @@ def wan_block(block, name: str) -> list:
     stages = [wan_resnet(m, f"{name}.resnets.{i}") for i, m in enumerate(block.resnets)]
     return stages + [wan_resample(m, f"{name}.upsamplers.{i}") for i, m in enumerate(getattr(block, "upsamplers", None) or ())]
 
-# %% ../nbs/07_stages.ipynb #97b41127
+# %% ../nbs/07_stages.ipynb #c8ee57d0
 def patchify(x, p: int):
     "(B, C, T, H p, W p) -> (B, C p p, T, H, W), channels in the classes' order."
     if p == 1: return x
@@ -457,7 +465,7 @@ def wan_stages(vae, op: str) -> list:
             Stage(name_out, as_video(leave), Fraction(p if op == "decode" else 1), chain_reach(conv_out), kind="conv_out",
                   parts={"norm": norm, "act": act, "conv": conv_out, "last": last, "patch": p if op == "decode" else 1, "clamp": op == "decode"})]
 
-# %% ../nbs/07_stages.ipynb #8131b21c
+# %% ../nbs/07_stages.ipynb #014e1beb
 FAMILIES = {"AutoencoderKL": kl_stages, "AutoencoderKLFlux2": kl_stages, "AutoencoderKLHunyuanImage": hunyuan_stages,
             "AutoencoderKLWan": wan_stages, "AutoencoderKLQwenImage": wan_stages, "AutoencoderKLQwenImage21": wan_stages}
 NETS = {"Decoder": kl_stages, "Encoder": kl_stages, "Decoder2D": hunyuan_stages, "Encoder2D": hunyuan_stages,
@@ -481,7 +489,7 @@ def known_parts(vae, op: str):
     if extra: raise UnknownStructure(f"{type(vae).__name__} has weights in {', '.join(extra)}, whose use is not known")
     return builder
 
-# %% ../nbs/07_stages.ipynb #46aaa40d
+# %% ../nbs/07_stages.ipynb #7396b8cf
 def chunks(
     op: str,  # "decode" or "encode"
     frames: int,  # latent frames to decode or frames to encode
@@ -508,7 +516,7 @@ def run_video(stages, x, op: str):
     state = {"cache": {}}
     return torch.cat([run(stages, x[:, :, t], state) for t in chunks(op, x.shape[2])], dim=2)
 
-# %% ../nbs/07_stages.ipynb #5d95f0f3
+# %% ../nbs/07_stages.ipynb #5eef9cb8
 def _probe(vae, stages, op: str):
     "One small random call through the stages and through the class, which must be equal."
     p = next(vae.parameters())
