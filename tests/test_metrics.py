@@ -16,7 +16,7 @@ def test_a_constant_offset_of_d_levels(d):
     b = a + d / 127.5
     a, b = ((t * 127.5 + 127.5).round().clamp(0, 255).byte() for t in (a, b))
     exact = (b.float() - a.float()).abs()
-    assert worst_window(a, b) == pytest.approx(exact.mean(1).unfold(1, 64, 1).unfold(2, 64, 1).mean((-1, -2)).max(), rel=1e-5)
+    assert worst_window(a, b) == pytest.approx(exact.mean(1).unfold(1, 64, 1).unfold(2, 64, 1).mean((-1, -2)).max().item(), rel=1e-5)
     assert psnr(a, b) == pytest.approx(20 * torch.log10(255 / exact.square().mean().sqrt()).item(), abs=1e-3)
     assert tile_offsets(b, a, [((0, 96), (0, 80))]).mean() == pytest.approx((b.float() - a.float()).mean().item(), abs=1e-3)
 

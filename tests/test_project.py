@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,29 @@ def test_modules_are_in_step_with_notebooks(tmp_path):
     assert set(made) == set(ours), "a module without a notebook, or the reverse"
     stale = [name for name in made if made[name] != ours[name]]
     assert not stale, f"run nbdev_export: {stale}"
+
+
+def test_documentation_can_be_made():
+    """What `nbdev_docs` does before it hands over to Quarto: every notebook, and an entry for each public function."""
+    code = """
+        import sys
+        from execnb.nbio import read_nb
+        from nbdev.processors import FilterDefaults
+        for name in sys.argv[1:]:
+            notebook = read_nb(name)
+            processor = FilterDefaults().nb_proc(notebook)
+            try:
+                processor.process()
+            except Exception as error:  # it runs every cell with an import in it, alone: such cells hold nothing else
+                print(name, error)
+            for cell in processor.nb.cells:
+                outputs = cell.get("outputs", [])
+                if any(o["output_type"] == "error" for o in outputs) or ("show_doc(" in cell.source and not outputs):
+                    print(name, cell.source)
+    """
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), *[p.name for p in notebooks]]
+    done = subprocess.run(command, cwd=nbs, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
 
 
 def test_readme_is_in_step():
