@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,13 +42,16 @@ def _tensors(tree) -> Iterator[Tensor]:
     elif isinstance(tree, dict):
         for item in tree.values(): yield from _tensors(item)
 
-def _storages(tree) -> dict[int, torch.UntypedStorage]:
-    "Every storage under `tree` by its identity; tensors that have none (sparse ones) are left out."
+def _storages(*trees) -> dict[int, torch.UntypedStorage]:
+    "Every storage under `trees` by its identity; tensors that have none (sparse ones) are left out."
     found = {}
-    for t in _tensors(tree):
-        try: s = t.untyped_storage()
-        except (NotImplementedError, RuntimeError): continue
-        found[id(s)] = s
+    for item in trees:
+        if isinstance(item, Tensor):
+            try: s = item.untyped_storage()
+            except (NotImplementedError, RuntimeError): continue
+            found[id(s)] = s
+        elif isinstance(item, (tuple, list)): found.update(_storages(*item))
+        elif isinstance(item, dict): found.update(_storages(*item.values()))
     return found
 
 # %% ../nbs/04_peaks.ipynb #b513ef8a
@@ -157,6 +160,19 @@ class Ledger:
         self.peak = max(self.peak, self.now + extra)
 
 # %% ../nbs/04_peaks.ipynb #a2e40907
+class _Facts(NamedTuple):
+    "What there is to know about an operator, looked up once."
+    name: str
+    composite: bool  # made of others, that could be followed instead?
+    view: bool       # only looks at its input?
+    mutable: bool    # writes into its input?
+
+@lru_cache(None)
+def _facts(func) -> _Facts:
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), 'CompositeImplicitAutograd')
+    view = func.is_view and func is not _aten.lift_fresh.default  # torch.tensor(...) hands over what it made out of sight
+    return _Facts(str(func), composite, view, func._schema.is_mutable)
+
 _rehearsing = threading.local()
 _META = torch.device('meta')
 
@@ -170,22 +186,17 @@ def _twin(value):
 
 def _rehearse(func, args, kwargs) -> list[int]:
     "Bytes of each storage that an operator would make; nothing when only running it can tell."
-    if func.is_view or func._schema.is_mutable: return []
+    if _facts(func).mutable: return []
     _rehearsing.on = True
     try:
         args = [_twin(a) for a in args]
         kwargs = {k: _twin(v) for k, v in kwargs.items() if k != 'pin_memory'}
-        out, given = func(*args, **kwargs), _storages((args, kwargs))
+        out, given = func(*args, **kwargs), _storages(args, kwargs)
         return [rounded(s.nbytes()) for key, s in _storages(out).items() if key not in given]
     except (NotImplementedError, RuntimeError, TypeError): return []
     finally: _rehearsing.on = False
 
 # %% ../nbs/04_peaks.ipynb #c0692ca7
-@lru_cache(None)
-def _composite(func) -> bool:
-    "Is the operator made of others that could be followed instead?"
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), 'CompositeImplicitAutograd')
-
 class Follow(TorchDispatchMode):
     "Follow the storages made while active, on any device: views cost nothing, what was made before does not count."
     def __init__(self,
@@ -219,17 +230,17 @@ class Follow(TorchDispatchMode):
         self._attention.pop().__exit__(*exc)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if getattr(_rehearsing, 'on', False): return func(*args, **kwargs)
-        if _composite(func):  # in inference mode these arrive whole; what they are made of is what allocates
+        kwargs, facts = kwargs or {}, _facts(func)
+        if facts.view or getattr(_rehearsing, 'on', False): return func(*args, **kwargs)
+        if facts.composite:  # in inference mode these arrive whole; what they are made of is what allocates
             with self, torch._C.DisableTorchFunction(): return func.decompose(*args, **kwargs)
         try:
-            given = _storages((args, kwargs))
-            if func is _aten.lift_fresh.default: given = {}  # torch.tensor(...) made it just now, out of sight
+            given = _storages(args, kwargs)
+            if func is _aten.lift_fresh.default: given = {}
             if self.ledger.cap is not None and not (given and all(t.is_meta for t in _tensors(args))):
                 coming = [] if self._skips(args, kwargs) else _rehearse(func, args, kwargs)
-                self.ledger.check(sum(coming), str(func), len(coming))
-            before = {k: s.nbytes() for k, s in given.items()} if func._schema.is_mutable else {}
+                self.ledger.check(sum(coming), facts.name, len(coming))
+            before = {k: s.nbytes() for k, s in given.items()} if facts.mutable else {}
             out = func(*args, **kwargs)
             if self.copies and func is _aten.convolution.default: out = _as_on_gpu(args[1], out)
             self._enter(func, args, out, given, before)
@@ -243,24 +254,24 @@ class Follow(TorchDispatchMode):
         return torch.device(where).type in self.skip
 
     def _enter(self, func, args, out, given, before):
-        books, name = self.ledger, str(func)
+        books, name = self.ledger, _facts(func).name
         fresh = [(s, rounded(s.nbytes())) for k, s in _storages(out).items()
                  if k not in given and s not in books and s.device.type not in self.skip]
         copies = layout_copies(args[0], out) if self.copies and func is _aten.convolution.default else 0
-        extra, fresh, n = sum(n for _, n in fresh) + copies, fresh, len(fresh)
-        try: books.check(extra, name, n)
-        except torch.OutOfMemoryError:
-            args = out = given = fresh = None
-            raise
-        for s, nbytes in fresh: books.enter(s, nbytes)
-        if fresh:
-            self.largest = max(self.largest, *(s.nbytes() for s, _ in fresh))
+        if fresh or copies:
+            extra, n = sum(n for _, n in fresh) + copies, len(fresh)
+            try: books.check(extra, name, n)
+            except torch.OutOfMemoryError:
+                args = out = given = fresh = None
+                raise
+            for s, nbytes in fresh: books.enter(s, nbytes)
+            books.passing(copies)
+            self.largest = max(self.largest, *(s.nbytes() for s, _ in fresh), 0)
             self.elements = max(self.elements, *(t.numel() for t in _tensors(out)), 0)
         for k, old in before.items():  # what the operator made grow in place
             s = given[k]
             if s.nbytes() != old and (s in books or s.nbytes() > old) and s.device.type not in self.skip:
                 books.enter(s, rounded(s.nbytes()) - (0 if s in books else rounded(old)))
-        books.passing(copies)
         if func in _WORK: self.work += _WORK[func](args, out)
         if self.timeline is not None: self.timeline.append((name, books.now + copies))
 
