@@ -293,16 +293,17 @@ def with_alpha(x):
     if k: a[:k] = x[-k:].mean(1, keepdim=True)
     return torch.cat([x, a], 1).contiguous(memory_format=torch.channels_last)
 
-def train(name, photos, minutes, lr=5e-4, decay=.998):
+def train(name, photos, minutes, lr=4e-4, decay=.998):
     "Train `name` for `minutes`: its averaged weights, and the steps done."
     random.seed(SEED), torch.manual_seed(SEED)
     net = Net(name)
     x = crops(photos, *((24, 128) if net.ratio < 32 else (12, 256)))
     start(net, with_alpha(x) if net.rgba else x)
     if name in ('flux1', 'flux2', 'qwen-image-2.1'): net.to(memory_format=torch.channels_last)  # the others are faster without
-    small = [p for p in net.parameters() if p.dim() < 2 or p.numel() == p.shape[0]]
-    large = [p for p in net.parameters() if not (p.dim() < 2 or p.numel() == p.shape[0])]
-    opt = torch.optim.AdamW([dict(params=large, lr=lr), dict(params=small, lr=2*lr)], betas=(.9, .98), weight_decay=0)
+    fitted = [p for n, p in net.vae.named_parameters() if TRUNK.search(n.rsplit('.', 1)[0])]
+    known = {id(p) for p in fitted}
+    opt = torch.optim.AdamW([dict(params=fitted, lr=lr/4), dict(params=[p for p in net.parameters() if id(p) not in known])],
+                            lr=lr, betas=(.9, .99), weight_decay=0)
     base = [g['lr'] for g in opt.param_groups]
     mean = copy.deepcopy(net)
     begin, step, shown = time.time(), 0, 0.
