@@ -125,6 +125,23 @@ def test_nested_modes_each_keep_their_books():
     assert b.shape == a.shape
 
 
+def test_forecasts_are_kept_apart_from_what_is_being_followed():
+    vae = tiny("flux1")
+    predict_decode(vae, 4, 4)
+    with torch.no_grad(), Follow(cap=8 * KIB) as follow:
+        run = predict_decode(vae, 31, 5)
+        inner = dry_run(lambda x: dry_run(lambda y: y + y, (1 << 20,)).peak, (1 << 20,))
+        x = floats(1024)
+        with peaks.apart():
+            floats(1 << 20)
+            with Follow() as own:
+                floats(1 << 20)
+        with pytest.raises(torch.OutOfMemoryError):
+            floats(1 << 20)
+    assert run.peak > 8 * KIB and inner.peak == 0 and inner.out == 2 << 20 and own.peak == 4 << 20
+    assert (follow.now, follow.count) == (4 * KIB, 1) and len(x)
+
+
 def test_threads_do_not_see_each_other():
     seen, barrier = {}, threading.Barrier(2, timeout=30)
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['figures', 'LEAN_SIDES', 'machine', 'measure_peaks', 'figures_path', 'load_figures', 'save_figures', 'Figure',
-           'predict_figure', 'shipped_figures', 'figure', 'plot_peaks']
+           'predict_figure', 'shipped_figures', 'named_vae', 'figure', 'plot_peaks']
 
 # %% ../nbs/09_measure.ipynb #6a1e917c
 import copy, csv, logging, os, platform, time
@@ -20,7 +20,9 @@ from torch import nn
 
 from .fixtures import NAMES, data_folder, full_width
 from .lean import lean_stages
-from .peaks import BOUND, SIDES, Follow, decode_shape, dry_run, encode_shape, fingerprint, is_oom, meta_vae, mib_per_latent, remembered
+from vae_tiles.peaks import (
+    BOUND, SIDES, Follow, apart, decode_shape, dry_run, encode_shape, fingerprint, is_oom, meta_vae, mib_per_latent, remembered,
+)
 from .stages import run
 
 # %% ../nbs/09_measure.ipynb #f3233671
@@ -203,6 +205,11 @@ def shipped_figures() -> tuple[dict, ...]:
     "The table that comes with the package."
     return tuple(load_figures(data_folder() / 'figures.csv'))
 
+def named_vae(name: str) -> nn.Module:  # such as 'flux1'
+    "The real VAE of that name on the meta device, made once."
+    if name not in NAMES: raise ValueError(f"no VAE named {name!r}: the names are {', '.join(NAMES)}")
+    with apart(): return remembered(('full width', name), lambda: full_width(name))
+
 def _matching(rows: Iterable[dict], vae: nn.Module, op: str, decoder: str, dtype: torch.dtype, kind: str) -> list[dict]:
     "The rows about this VAE, call and type, on a device of this kind."
     size = torch.empty((), dtype=dtype).element_size()
@@ -223,8 +230,7 @@ def figure(vae: nn.Module | str,      # a VAE, or the name of a real one such as
           ) -> Figure:
     "The figure that a plan goes by: measured by the user, else shipped, else predicted."
     if isinstance(vae, str):
-        if vae not in NAMES: raise ValueError(f"no VAE named {vae!r}: the names are {', '.join(NAMES)}")
-        vae = remembered(('full width', vae), lambda: full_width(vae))
+        vae = named_vae(vae)
     p = next(vae.parameters())
     dtype, kind = dtype or p.dtype, torch.device(device if device is not None else p.device).type
     kind = 'cuda' if kind == 'meta' else kind
