@@ -97,7 +97,7 @@ def crops(photos, n, side, augment=True):
             if random.random() < .3: c = c[torch.randperm(3)]
             if random.random() < .3: c = (c*random.uniform(.6, 1.2) + random.uniform(-.3, .3)).clamp(-1, 1)
         res.append(c)
-    return torch.stack(res).contiguous(memory_format=torch.channels_last)
+    return torch.stack(res)
 
 def photo(name):
     "A shipped photograph's middle 1024 pixels, in [-1, 1]."
@@ -110,8 +110,8 @@ def photo(name):
 
 def flat_conv(self, x, cache_x=None):
     "A causal 3-D convolution of one frame: a 2-D one with the kernel's last slice."
-    y = F.conv2d(x.squeeze(2), self.weight[:, :, -1], self.bias, self.stride[1:], (self._padding[2], self._padding[0]))
-    return y.unsqueeze(2)
+    p = self._padding[2], self._padding[0]
+    return F.conv2d(x.squeeze(2), self.weight[:, :, -1], self.bias, self.stride[1:], p).unsqueeze(2)
 
 class Net(nn.Module):
     "One VAE's parts as the trainer needs them: 4-D pictures in and out, no clamp, no cache."
@@ -143,7 +143,7 @@ class Net(nn.Module):
 
 # --- start values: the best linear shrinking and growing of the photographs ----------------------------------------
 
-TRUNK = re.compile(r'(conv_in|conv_out|conv_shortcut|decoder.*conv2|(down|up)samplers?\.0\.conv|blocks\.\d+\.conv|resample\.1)$')
+TRUNK = re.compile(r'(conv_in|conv_out|conv_shortcut|decoder.*conv2|samplers\.0\.conv|blocks\.\d+\.conv|resample\.1)$')
 
 def frame(x): return x.squeeze(2) if x.dim() == 5 else x
 
@@ -248,7 +248,7 @@ def start(net, x):
         elif name == 'decoder.conv_out': t = x
         elif name.startswith('encoder'):
             if conv.stride[-1] == 2: a = F.pixel_unshuffle(a[..., :a.shape[-2]//2*2, :a.shape[-1]//2*2], 2)/2
-            if inner is grow and a.shape[-1] == 2*bottom:  # four neighbours: the next size's pixel, whichever of the four this is
+            if inner is grow and a.shape[-1] == 2*bottom:  # the four that make one latent, whichever of them this is
                 b = F.pad(a, (0, 1, 0, 1))
                 a = torch.cat([b[..., i:i+a.shape[2], j:j+a.shape[3]] for i in (0, 1) for j in (0, 1)], 1)
                 t = shrink(white(principal(a, n)))
@@ -278,6 +278,7 @@ def start(net, x):
     for h in hooks: h.remove()
     print(f'start: {10*math.log10(4/(y-x).square().mean().item()):.1f} dB', flush=True)
 
+
 # --- training ------------------------------------------------------------------------------------------------------
 
 def loss_of(y, x, kl):
@@ -291,28 +292,29 @@ def with_alpha(x):
     a = torch.ones_like(x[:, :1])
     k = len(x)//4
     if k: a[:k] = x[-k:].mean(1, keepdim=True)
-    return torch.cat([x, a], 1).contiguous(memory_format=torch.channels_last)
+    return torch.cat([x, a], 1)
 
-def train(name, photos, minutes, lr=4e-4, decay=.998):
+def train(name, photos, minutes, lr=4e-4):
     "Train `name` for `minutes`: its averaged weights, and the steps done."
     random.seed(SEED), torch.manual_seed(SEED)
     net = Net(name)
     x = crops(photos, *((24, 128) if net.ratio < 32 else (12, 256)))
     start(net, with_alpha(x) if net.rgba else x)
-    if name in ('flux1', 'flux2', 'qwen-image-2.1'): net.to(memory_format=torch.channels_last)  # the others are faster without
+    layout = torch.contiguous_format if name in ('qwen-image', 'hunyuan-image-2.1') else torch.channels_last  # the faster
+    net.to(memory_format=layout)
     fitted = [p for n, p in net.vae.named_parameters() if TRUNK.search(n.rsplit('.', 1)[0])]
     known = {id(p) for p in fitted}
-    opt = torch.optim.AdamW([dict(params=fitted, lr=lr/4), dict(params=[p for p in net.parameters() if id(p) not in known])],
-                            lr=lr, betas=(.9, .99), weight_decay=0)
-    base = [g['lr'] for g in opt.param_groups]
+    others = [p for p in net.parameters() if id(p) not in known]
+    groups = [dict(params=fitted, share=.25), dict(params=others, share=1.)]
+    opt = torch.optim.AdamW(groups, betas=(.9, .99), weight_decay=0)
     mean = copy.deepcopy(net)
     begin, step, shown = time.time(), 0, 0.
     while (done := (time.time()-begin)/60/minutes) < 1:
-        for g, r in zip(opt.param_groups, base): g['lr'] = r*min(1, (step+1)/100)*(.02 + .98*(1+math.cos(math.pi*done))/2)
+        now = lr*min(1, (step+1)/100)*(.02 + .49*(1 + math.cos(math.pi*done)))
+        for g in opt.param_groups: g['lr'] = now*g['share']
         side = net.side*(random.choice((4, 5)) if done > .8 else random.choice((2, 2, 2, 2, 3)))//2
         x = crops(photos, max(1, round(8*96**2/side**2)), side)
-        if net.rgba: x = with_alpha(x)
-        if net.ratio == 32: x = x.contiguous()
+        x = (with_alpha(x) if net.rgba else x).contiguous(memory_format=layout)
         with torch.autocast('cpu', torch.bfloat16): y, kl = net(x)
         loss = loss_of(y, x, kl)
         opt.zero_grad()
@@ -320,11 +322,10 @@ def train(name, photos, minutes, lr=4e-4, decay=.998):
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.)
         opt.step()
         step += 1
-        keep = min(decay, step/(step+10))
-        with torch.no_grad():
-            for p, q in zip(mean.parameters(), net.parameters()): p.lerp_(q, 1-keep)
+        with torch.no_grad():  # the average of about the last tenth
+            for p, q in zip(mean.parameters(), net.parameters()): p.lerp_(q, 1/(1 + step/10))
         shown = .98*shown + .02*(y-x).detach().abs().mean().item()*127.5
-        if step % 100 == 0 or step in (1, 10, 30): print(f'{name} {step:5d} {done:5.0%} {shown/(1-.98**step):6.2f} levels', flush=True)
+        if step % 100 == 0: print(f'{name} {step:5d} {done:5.0%} {shown/(1-.98**step):6.2f} levels', flush=True)
     return mean, step
 
 @torch.no_grad()
@@ -338,9 +339,11 @@ def latent_statistics(net, photos):
     z = torch.cat(z, 2)
     mean, std = z.mean((0, 2)), z.std((0, 2))
     if isinstance(vae, AutoencoderKLFlux2):  # channels of 2x2 latents: each of the four alike
-        vae.bn.running_mean.copy_(mean.repeat_interleave(4)), vae.bn.running_var.copy_(std.square().repeat_interleave(4))
+        vae.bn.running_mean.copy_(mean.repeat_interleave(4))
+        vae.bn.running_var.copy_(std.square().repeat_interleave(4))
     elif net.video:
-        vae.register_to_config(latents_mean=[round(v, 4) for v in mean.tolist()], latents_std=[round(v, 4) for v in std.tolist()])
+        vae.register_to_config(latents_mean=[round(v, 4) for v in mean.tolist()],
+                               latents_std=[round(v, 4) for v in std.tolist()])
     else:
         vae.register_to_config(scaling_factor=round(1/z.std().item(), 4))
         if isinstance(vae, AutoencoderKL): vae.register_to_config(shift_factor=round(z.mean().item(), 4))
