@@ -218,7 +218,7 @@ def test_shipped_figures_of_lean_decoders_are_still_true(name, monkeypatch):
     assert "lean stages" in ships.source and ships.bound == BOUND
     monkeypatch.setattr(measure, "LEAN_SIDES", (32,))
     now = predict_figure(full_width(name), lean=True, dtype=torch.bfloat16, layout_copies=True).mib
-    assert 0.8 * ships.mib <= now <= 1.02 * ships.mib
+    assert 0.8 * ships.mib <= now <= 1.05 * ships.mib
     assert ships.safe < PUBLISHED[name]
 
 
