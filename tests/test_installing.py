@@ -130,8 +130,8 @@ def test_video_in_wide_tiles():
 @pytest.mark.parametrize("name", ["flux1", "sdxl", "flux2"])
 def test_blend_is_stock_where_stock_meets_the_floor(name):
     vae = tiny(name, sample_size=256)  # 32-latent tiles with 8-latent overlaps never meet it
-    big = tiny(name, sample_size=512)  # 64 with 16: 112 latents are two whole tiles
-    z = latent(big, 64 + 48, 64 + 48)
+    big = tiny(name, sample_size=512)  # 64 with 16: of 128 latents, the last tile has 32
+    z = latent(big, 128, 128)
     with tiling(big): want = big.decode(z).sample
     assert torch.equal(decode(big, z, mode="blend", progress=False), want)
     with install(big, mode="blend", progress=False) as handle:
@@ -144,15 +144,15 @@ def test_blend_is_stock_where_stock_meets_the_floor(name):
 def test_seams_fall_on_trained_vaes(name):
     vae = demo_vae(name)
     r = spatial_ratio(vae)
-    side = {8: 96, 16: 64, 32: 44}[r] * r
+    side = {8: 72, 16: 48, 32: 36}[r] * r
     z = vae.encode(as_input(photo("seeding", side, side), vae)).latent_dist.mode()
     whole = vae.decode(z).sample
     with tiling(vae, tile_size=None): stock = vae.decode(z).sample
     wide = decode(vae, z, mode="blend", free=0 if r == 8 else None, tile=None if r == 8 else 32, progress=False)
     pick = lambda x: x.reshape(1, -1, side, side)[:, :3]
-    assert psnr(pick(wide), pick(whole)) > psnr(pick(stock), pick(whole)) + (.2 if r == 8 else 3)
+    assert psnr(pick(wide), pick(whole)) > psnr(pick(stock), pick(whole)) + (0 if r == 8 else 3)  # published: 38.0 to 38.6, 35.7 to 50.6, 21.8 to 28.3 or untiled
     assert worst_window(pick(wide), pick(whole)) < worst_window(pick(stock), pick(whole))
-    assert line_score(pick(wide), pick(whole)) <= line_score(pick(stock), pick(whole))
+    assert line_score(pick(wide - whole)) < line_score(pick(stock - whole))
 
 
 def test_clamped_as_untiled_is():
@@ -203,9 +203,9 @@ def test_decode_and_encode_have_their_own_tiles():
     vae = tiny("qwen-image")
     with install(vae, mode="exact", tile=16, encode_tile=32, progress=False) as handle:
         x = vae.decode(latent(vae, 40, 40)).sample
-        assert handle.last.tile == (16, 16)
+        assert handle.last.tile == (14, 14)  # three tiles of at most 16 cover 40 latents
         vae.encode(x)
-        assert handle.last.tile == (32, 32)
+        assert handle.last.tile == (20, 20)
 
 
 def test_uncopied_latents_and_untouched_state():

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['PATHS', 'MODES', 'KEEP_STOCK', 'Plan', 'svg_of', 'subject', 'stages_of', 'meta_costs', 'total_work', 'modes_of',
            'Request', 'made', 'plan_exact', 'is_banded', 'out_bytes', 'whole_segment', 'core_of', 'blend_peak',
-           'plan_blend', 'small_layout', 'large_layout', 'even_layout', 'capped_area', 'max_tile', 'plan_stock',
-           'request', 'not_lean', 'plan', 'structure_known', 'smallest_exact', 'plan_auto']
+           'plan_blend', 'small_layout', 'large_layout', 'even_layout', 'max_tile', 'plan_stock', 'request', 'not_lean',
+           'plan', 'structure_known', 'smallest_exact', 'plan_auto']
 
 # %% ../nbs/12_planning.ipynb #a4e753e7
 import math
@@ -226,7 +226,7 @@ def plan_blend(r: Request) -> Plan:
     f = r.figure if r.figure is not None else figure_of(r.vae, lean=r.lean, op=r.op, dtype=r.dtype).mib
     if r.op == "encode": g = replace(g, tile=tuple(max(t, 64) for t in g.tile), stride=tuple(max(t, 64) - 32 for t in g.tile))
     budget = r.budget if g.small else r.device_budget
-    fits = lambda area: blend_peak(r, area, f) <= budget and capped_area(area)
+    fits = lambda area: blend_peak(r, area, f) <= budget
     if r.tile: layout, why = even_layout(g, h, w, r.tile), ["the tile was asked for"]
     elif g.one_tile(h, w): layout, why = g.wide(h, w), ["the canvas is within one tile"]
     elif r.op == "encode": layout, why = g.wide(h, w), ["tiles of 64 latents, overlaps of 32"]
@@ -257,10 +257,6 @@ def large_layout(g: Geometry, h: int, w: int, fits) -> tuple[Layout | None, list
 def even_layout(g: Geometry, h: int, w: int, tile: tuple[int, int]) -> Layout:
     "Even tiles of the side that was asked for, with the family's overlap or half the tile."
     return Layout(*(spread(n, t, tiles_needed(n, t, min(ov, t // 2))) for n, t, ov in zip((h, w), tile, g.ov)))
-
-def capped_area(area: int) -> bool:
-    "Whether `VAE_TILES_MAX_TILE`, a side in latents, allows a tile of this area."
-    return (side := max_tile()) is None or area <= side**2
 
 def max_tile() -> int | None:
     "`VAE_TILES_MAX_TILE`: the largest tile side, in latents."
@@ -300,9 +296,10 @@ def request(vae_or_name, height, width, *, free, mode, tile, dtype, op, lean, ba
     device = getattr(next(vae.parameters(), None), "device", torch.device("cpu"))
     memory = free_memory(device, free)
     why, tile = (), _tile(tile)
-    if (cap := max_tile()) is not None: tile = tuple(min(t, cap) for t in tile) if tile else None
+    canvas = (height // ratio, width // ratio)
+    if (cap := max_tile()) is not None and max(tile or canvas) > cap: tile = tuple(min(t, cap) for t in tile or (cap, cap))
     if lean and (reason := not_lean(vae, op)): lean, why = False, (f"not lean: {reason}",)
-    return Request(vae, op, (height // ratio, width // ratio), ratio, read_geometry(vae), dtype, bool(lean), budget_of(device, memory),
+    return Request(vae, op, canvas, ratio, read_geometry(vae), dtype, bool(lean), budget_of(device, memory),
                    budget_of(device, memory, count_cache=False), batch, frames, tile, figure, out_host, device.type != "cpu", why)
 
 def not_lean(vae, op: str) -> str:
@@ -362,7 +359,7 @@ def plan_auto(r: Request, can: tuple[str, ...]) -> Plan:
         found = plan_exact(r)
         if found: return found
         why.append("no exact tiling fits")
-    elif structure_known(r.vae, r.op):
+    elif structure_known(r.vae, r.op) and not r.tile:
         found = plan_exact(r, untiled=True)
         if found and found.fits: return found
         if found: why.append(f"untiled would take {mib(found.peak_bytes)}")

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['SIDES', 'HOST_WORK', 'CALL_WORK', 'Curve', 'Cost', 'meta_map', 'cost_of', 'stage_runs', 'costs_of', 'Segment',
-           'growth', 'cores', 'Option', 'tile_options', 'whole_peak', 'search', 'measured_peak', 'fitted']
+           'growth', 'cores', 'Option', 'tile_options', 'loose_stages', 'whole_peak', 'search', 'merged', 'work_of',
+           'measured_peak', 'fitted']
 
 # %% ../nbs/11_search.ipynb #a8829d54
 from dataclasses import dataclass
@@ -50,13 +51,14 @@ def meta_map(channels: int, height: int, width: int, dtype: torch.dtype, lean: b
     if lean: x = x.to(memory_format=torch.channels_last)
     return x[..., 1:-1, 1:-1] if cut else x
 
-def cost_of(stage, channels: int, canvas: tuple[int, int], dtype: torch.dtype, lean: bool, copies: bool) -> tuple[Cost, int]:
-    "A stage's cost and the channels it makes, measured on the meta device; `canvas` is its input's size there, cells."
-    sizes = [canvas] if stage.whole else [(s, s) for s in SIDES]
+@lru_cache(maxsize=4096)
+def cost_of(stage, channels: int, canvas: tuple[int, int] | None, dtype: torch.dtype, lean: bool, copies: bool) -> tuple[Cost, int]:
+    "A stage's cost and the channels it makes, measured on the meta device; `canvas`, cells, for a stage that sees it whole."
+    sizes = [canvas] if canvas else [(s, s) for s in SIDES]
     given, kept, work = [], [], []
     for h, w in sizes:
-        g, k, made = stage_runs(stage, channels, h, w, dtype, lean, copies)
-        given.append(g.peak); kept.append(k.peak); work.append(g.work)
+        g, k, muls, made = stage_runs(stage, channels, h, w, dtype, lean, copies)
+        given.append(g); kept.append(k); work.append(muls)
     cells = tuple(float(h * w) for h, w in sizes)
     bands, qkv = (None, 0) if stage.attend is None else _band_cost(stage, channels, canvas, dtype, lean, copies)
     return Cost(stage, *(Curve(cells, tuple(map(float, v))) for v in (given, kept, work)),
@@ -64,11 +66,12 @@ def cost_of(stage, channels: int, canvas: tuple[int, int], dtype: torch.dtype, l
 
 SIDES = (32, 128)  # sides of the windows that curves are measured at, cells
 
-def stage_runs(stage, channels: int, height: int, width: int, dtype, lean: bool, copies: bool):
-    "Dry runs of a stage on a window that is given away and on one that is kept, and the channels it makes."
+@lru_cache(maxsize=16384)
+def stage_runs(stage, channels: int, height: int, width: int, dtype, lean: bool, copies: bool) -> tuple[int, int, int, int]:
+    "Dry runs of a stage on a window: the peak where it is given away, where it is kept, multiply-adds, channels made."
     x = meta_map(channels, height, width, dtype, lean, cut=not stage.whole)
     g, k = (dry_run(stage.fn, a, None, layout_copies=copies) for a in ([x], x))
-    return g, k, g.out.shape[1]
+    return g.peak, k.peak, g.work, g.out.shape[1]
 
 def _band_cost(stage, channels, canvas, dtype, lean, copies):
     "Attention in bands: what one band needs beside the map, its keys and its values."
@@ -86,7 +89,7 @@ def costs_of(stages, channels: int, canvas: tuple[int, int], dtype: torch.dtype,
     heights, widths = (lengths_of(n, [s.scale for s in stages]) for n in canvas)
     out = []
     for stage, size in zip(stages, zip(heights, widths)):
-        cost, channels = cost_of(stage, channels, size, dtype, lean, copies)
+        cost, channels = cost_of(stage, channels, size if stage.whole else None, dtype, lean, copies)
         out.append(cost)
     return tuple(out)
 
@@ -150,6 +153,12 @@ def tile_options(costs, canvas, device_in: bool, tile=None) -> tuple:
 HOST_WORK = 1000  # multiply-adds that a device does while one byte crosses the bus (16 GB/s against 16e12 a second)
 CALL_WORK = 2e8   # multiply-adds that a call with its launches is worth: between two equal layouts, fewer calls
 
+def loose_stages(costs) -> range:
+    "Where tiles of a given size are asked for: the maps between which stages may still run whole, up to attention and no more."
+    whole = [i for i, c in enumerate(costs) if c.stage.whole] or [0]
+    up = np.prod([float(c.stage.scale) for c in costs]) >= 1
+    return range(0, whole[-1] + 2) if up else range(whole[0], len(costs) + 1)
+
 def whole_peak(costs, cells) -> float:
     "The peak of running stages on the whole map, which is given away, bytes, the map included."
     return max(c.in_bytes * n + c.given(n) for c, n in zip(costs, cells))
@@ -161,7 +170,6 @@ def search(costs: tuple[Cost, ...],
            host: bool = True,         # maps may lie on the host
            tile: tuple[int, int] | None = None,  # this core (coarse cells) for every tiled segment
            extra: float = 0.,         # bytes that are held throughout
-           ready: frozenset = frozenset(),  # stages that may not run in tiles (statistics over the canvas)
           ) -> tuple[tuple[Segment, ...], float, float] | None:  # segments, peak bytes, work
     "The segments of least work whose peak stays within the budget; None where nothing fits."
     n, stages = len(costs), [c.stage for c in costs]
@@ -169,6 +177,7 @@ def search(costs: tuple[Cost, ...],
     cells = [h * w for h, w in sizes]
     weigh = [costs[0].in_bytes * cells[0]] + [c.out_bytes * m for c, m in zip(costs, cells[1:])]
     best = {(0, False): (0., extra + weigh[0], ())}
+    loose = loose_stages(costs) if tile else range(n + 1)
     for i in range(n):
         for host_in in (False, True):
             if (i, host_in) not in best: continue
@@ -178,7 +187,7 @@ def search(costs: tuple[Cost, ...],
                 last = j == n
                 for host_out in ((out_host,) if last else (False, True) if host else (False,)):
                     option = _best_option(costs[i:j], sizes[i], cells[i:j], budget - extra, held_in, 0 if host_out else weigh[j],
-                                          host_in, host_out, tile, ready, i)
+                                          host_in, host_out, tile, i in loose and j in loose)
                     if option is None: continue
                     bus = (weigh[j] if host_out else 0) + (weigh[i] if host_in else 0)
                     work = work0 + option.work + HOST_WORK * bus
@@ -186,18 +195,26 @@ def search(costs: tuple[Cost, ...],
                         best[j, host_out] = work, max(peak0, extra + option.peak), before + (Segment(i, j, option.grid, host_out),)
     if (n, out_host) not in best: return None
     work, peak, segments = best[n, out_host]
-    return segments, peak, work
+    return merged(segments), peak, work
+
+def merged(segments) -> tuple[Segment, ...]:
+    "Whole segments that follow one another on the device are one."
+    out: list[Segment] = []
+    for s in segments:
+        if out and s.whole and out[-1].whole and not out[-1].host: s = Segment(out.pop().first, s.last, (1, 1), s.host)
+        out.append(s)
+    return tuple(out)
 
 # %% ../nbs/11_search.ipynb #c064cd6a
-def _best_option(costs, size, cells, budget, held_in, held_out, host_in, host_out, tile, ready, first) -> Option | None:
+def _best_option(costs, size, cells, budget, held_in, held_out, host_in, host_out, tile, may_be_whole) -> Option | None:
     "The cheapest way to run stages between two maps, or None."
     whole_needed = any(c.stage.whole for c in costs)
     work = sum(c.work(m) for c, m in zip(costs, cells))
-    if tile is None or whole_needed or len(costs) == 1 or first == 0:
+    if may_be_whole:
         peak = whole_peak(costs, cells)
         if peak <= budget: return Option((1, 1), work, peak)
     if len(costs) == 1 and costs[0].bands is not None: return _banded(costs[0], size, cells[0], budget, host_in)
-    if whole_needed or any(c.stage.name in ready for c in costs): return None
+    if whole_needed: return None
     counts, work, peak = tile_options(costs, size, not host_in, tile)
     peak = peak + held_in + held_out
     price = np.where(peak <= budget, work + CALL_WORK * counts[0][:, None] * counts[1][None], np.inf)
@@ -213,6 +230,22 @@ def _banded(cost: Cost, size, cells: int, budget: float, host_in: bool) -> Optio
         peak = held + cost.bands(-(-size[0] // n) * size[1]) + (4 * (cells / n)**2 if host_in else 0)
         if peak <= budget: return Option((max(n, 2), 1), cost.work(cells) + cost.qkv * cells + CALL_WORK * n, peak)
     return None
+
+# %% ../nbs/11_search.ipynb #c25379bd
+def work_of(costs, segments, canvas) -> float:
+    "Multiply-adds of a sequence of segments, halos and attention's second pass included."
+    stages = [c.stage for c in costs]
+    sizes = list(zip(*(lengths_of(side, [s.scale for s in stages]) for side in canvas)))
+    total = 0.
+    for seg in segments:
+        run, tiles = costs[seg.first:seg.last], seg.calls
+        if len(run) == 1 and run[0].bands is not None and not seg.whole:
+            n = sizes[seg.first][0] * sizes[seg.first][1]
+            total += run[0].work(n) + run[0].qkv * n
+            continue
+        rows, cols = (chain(n, stages[seg.first:seg.last], g) for n, g in zip(sizes[seg.first], seg.grid))
+        total += sum(c.work(h * w) for c, h, w in zip(run, rows.sides, cols.sides)) * rows.n * cols.n
+    return float(total)
 
 # %% ../nbs/11_search.ipynb #01025025
 def measured_peak(costs, segments, canvas, dtype, lean, copies, extra: float = 0., out_host: bool = False) -> float:
@@ -237,8 +270,8 @@ def _segment_peak(costs, seg, size, held_in, held_out, host_in, dtype, lean, cop
         own = not (i == 0 and not seg.whole and not host_in)
         if i == 0 and own: alive = cost.in_bytes * h * w
         channels = round(cost.in_bytes / dtype.itemsize)
-        g, k, made = stage_runs(cost.stage, channels, h, w, dtype, lean, copies)
-        peak = max(peak, alive + (g if own else k).peak)
+        given, kept, _, _ = stage_runs(cost.stage, channels, h, w, dtype, lean, copies)
+        peak = max(peak, alive + (given if own else kept))
         alive = h * w * float(cost.stage.scale)**2 * cost.out_bytes
     return max(peak, alive) + (0 if seg.whole else (0 if host_in else held_in) + (0 if seg.host else held_out))
 
@@ -248,8 +281,8 @@ def fitted(costs, canvas, budget: float, dtype, lean: bool, copies: bool, **kw):
     for _ in range(6):
         found = search(costs, canvas, aim, **kw)
         if found is None: return None
-        segments, _, work = found
+        segments = found[0]
         peak = measured_peak(costs, segments, canvas, dtype, lean, copies, kw.get("extra", 0.))
-        if peak <= budget: return segments, peak, work
+        if peak <= budget: return segments, peak, work_of(costs, segments, canvas)
         aim *= min(.98, budget / peak)
     return None
