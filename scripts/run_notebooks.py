@@ -105,8 +105,10 @@ def run(path: Path, force: frozenset[str] = frozenset(), store: bool = False) ->
             continue
         if skip & {flag.rstrip(":") for flag in flags} or flags.get("eval:", [""])[0].lower() == "false":
             continue
-        cell.outputs = []
-        shell.cell(cell)
+        # The shell drops what a cell prints if it ends in a semicolon; Jupyter drops its result only.
+        quiet = cell.source.rstrip().endswith(";")
+        outputs = shell.run(f"{cell.source}\n#" if quiet else cell.source)
+        cell.outputs = [o for o in outputs if not (quiet and o["output_type"] == "execute_result")]
         outcome.ran += 1
         if shell.exc:
             trace = "".join(traceback.format_exception(shell.exc))
