@@ -24,13 +24,15 @@ _UNITS = {'': 1, 'b': 1, 'byte': 1, 'bytes': 1, **{f'{p}{u}': base ** (i + 1) fo
 def parse_bytes(size: str | int | float,  # 600e6, "0.6GiB", "640 MB", "8G" (binary)
                ) -> int:                  # bytes
     "A size in bytes; a ValueError says what was wrong with it."
-    number, unit = size, ''
+    number: float = 0.0
+    unit = ''
     if isinstance(size, str):
         found = re.fullmatch(r'\s*([-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:e[-+]?\d+)?|[-+]?nan|[-+]?inf(?:inity)?)\s*([a-z]*)\s*', size.lower())
         if not found or found[2] not in _UNITS: raise ValueError(f'{size!r} is not a size: write bytes, or a number with MiB, GiB, MB or GB')
         number, unit = float(found[1]), found[2]
     elif isinstance(size, bool) or not isinstance(size, (int, float)):
         raise ValueError(f'{size!r} is not a size: write bytes, or a number with MiB, GiB, MB or GB')
+    else: number = size
     if not math.isfinite(number) or number < 0: raise ValueError(f'a size is finite and not negative, {size!r} is')
     return int(number * _UNITS[unit])
 

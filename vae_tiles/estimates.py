@@ -8,6 +8,7 @@ __all__ = ['estimate_decode', 'estimate_encode', 'followed']
 # %% ../nbs/15_estimates.ipynb #efd717ef
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +29,8 @@ class _Seen:
 @dataclass
 class _Tab:
     "Who keeps the books of the call that is running, and what was seen of the network."
-    follow: Follow | None = None
     margin: float = 1.0
+    follow: Any = None  # a `Follow` while a call is running
 
     def line(self, b: Tensor, dim: int) -> Tensor:
         "Charge what blending holds: a row of each tile and their sum."
@@ -49,7 +50,7 @@ class _StandIn(nn.Module):
         self.seen: dict[tuple, _Seen] = {}
 
     def forward(self, x: Tensor, feat_cache=None, feat_idx=None, **kwargs) -> Tensor:
-        key = (self.tab.follow.copies, *sorted(kwargs.items()), *x.shape)
+        key: tuple = (self.tab.follow.copies, *sorted(kwargs.items()), *x.shape)
         seen = self.seen.get(key) or self.smaller(key, x.shape)
         if seen is None: return self.run(key, x, feat_cache, kwargs)
         self.tab.charge(seen.peak)
@@ -57,7 +58,7 @@ class _StandIn(nn.Module):
         return x.new_empty(seen.out)
 
     def run(self, key, x, feat_cache, kwargs) -> Tensor:
-        before, cache = self.tab.follow.now, []
+        before, cache = self.tab.follow.now, list[Any]()
         if feat_cache is not None:
             cache = feat_cache[0] = [None] * sum(1 for _ in self.net.modules())  # room for a frame per convolution
             kwargs = {**kwargs, 'feat_cache': cache, 'feat_idx': [0]}
@@ -106,7 +107,7 @@ def _call(vae: nn.Module, op: str, x: Tensor):
     try: return getattr(vae, op)(x, return_dict=False)
     except ValueError:
         if op != 'encode' or x.ndim != 4 or not getattr(vae, 'use_tiling', False): raise
-        g = read_geometry(vae)
+        if (g := read_geometry(vae)) is None: raise
         return _joined(vae.encoder, x, g.tile[0] * g.ratio, g.stride[0] * g.ratio, g.stride[0])
 
 # %% ../nbs/15_estimates.ipynb #5ece5fcc

@@ -29,16 +29,14 @@ from .stages import run
 def _meter(device: torch.device):
     "`start()`, and `stop()` -> (bytes allocated, bytes reserved or None) at the worst since then, for a device."
     module = getattr(torch, device.type, None)
-    if device.type in ('cuda', 'xpu'):
-        def start():
-            module.synchronize(device); module.empty_cache(); module.reset_peak_memory_stats(device)
-            base = module.memory_allocated(device), module.memory_reserved(device)
-            def stop():
-                module.synchronize(device)
-                return module.max_memory_allocated(device) - base[0], module.max_memory_reserved(device) - base[1]
-            return stop
-        return start
-    def start():
+    def counted():
+        module.synchronize(device); module.empty_cache(); module.reset_peak_memory_stats(device)
+        base = module.memory_allocated(device), module.memory_reserved(device)
+        def stop():
+            module.synchronize(device)
+            return module.max_memory_allocated(device) - base[0], module.max_memory_reserved(device) - base[1]
+        return stop
+    def followed():
         held = None
         if device.type == 'mps': module.synchronize(); module.empty_cache(); held = module.driver_allocated_memory()
         follow = Follow().__enter__()
@@ -46,7 +44,7 @@ def _meter(device: torch.device):
             follow.__exit__(None, None, None)
             return follow.peak, None if held is None else max(module.driver_allocated_memory() - held, 0)
         return stop
-    return start
+    return counted if device.type in ('cuda', 'xpu') else followed
 
 # %% ../nbs/09_measure.ipynb #886543a1
 def machine(device: torch.device | str) -> dict[str, str]:

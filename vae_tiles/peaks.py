@@ -291,7 +291,9 @@ _HOOKS = ('_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_
 
 class _Copier:
     "Copies a module's structure; its tensors become meta tensors."
-    def __init__(self, dtype: torch.dtype | None): self.dtype, self.memo = dtype, {}
+    def __init__(self, dtype: torch.dtype | None):
+        self.dtype = dtype
+        self.memo: dict[int, Any] = {}
 
     def tensor(self, t: Tensor) -> Tensor:
         if id(t) not in self.memo:
@@ -313,7 +315,7 @@ class _Copier:
 
     def module(self, m: nn.Module) -> nn.Module:
         if id(m) in self.memo: return self.memo[id(m)]
-        if '_orig_mod' in m._modules: return self.module(m._modules['_orig_mod'])  # torch.compile's wrapper
+        if (inner := m._modules.get('_orig_mod')) is not None: return self.module(inner)  # torch.compile's wrapper
         new = self.memo[id(m)] = m.__class__.__new__(m.__class__)
         for k, v in m.__dict__.items():
             if k in _HOOKS: new.__dict__[k] = type(v)()
@@ -401,11 +403,12 @@ def meta_vae(vae: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
 def _smallest(vae: nn.Module) -> tuple[int, tuple[int, ...]]:
     "How many latent channels `vae` has, and the shape of the picture that it makes of 4 by 4 latents: 4 or 5 dimensions."
     conv = getattr(vae, 'post_quant_conv', None) or getattr(getattr(vae, 'decoder', None), 'conv_in', None)
-    if not hasattr(conv, 'weight'):
+    if conv is None or not hasattr(conv, 'weight'):
         raise ValueError(f'{type(vae).__name__}: no convolution that reads the latent (post_quant_conv or decoder.conv_in)')
-    channels, copy, first = conv.weight.shape[1], meta_vae(vae), None
+    channels, copy, first = conv.weight.shape[1], meta_vae(vae), ''
+    decode: Any = copy.decode
     for shape in ((1, channels, 4, 4), (1, channels, 1, 4, 4)):
-        try: return channels, tuple(_sample(dry_run(copy.decode, shape).out).shape)
+        try: return channels, tuple(_sample(dry_run(decode, shape).out).shape)
         except (RuntimeError, ValueError, IndexError, TypeError) as e: first = first or str(e)
     raise ValueError(f'{type(vae).__name__}: decodes neither (B, {channels}, H, W) nor (B, {channels}, T, H, W): {first}')
 
@@ -500,7 +503,8 @@ def _says_oom(error: BaseException) -> bool:
 
 def is_oom(error: BaseException | None) -> bool:
     "Does `error`, or an error chained under it, say that memory ran out, on any backend?"
-    todo, seen = [error] if isinstance(error, Exception) else [], set()
+    todo: list[BaseException] = [error] if isinstance(error, Exception) else []
+    seen = set()
     while todo:
         e = todo.pop()
         if id(e) in seen: continue
