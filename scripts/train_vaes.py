@@ -210,7 +210,8 @@ def start(net, x):
         if re.search(r'quant_conv$', name):
             m.weight.copy_(torch.eye(len(m.bias)).view(m.weight.shape))
             m.bias.zero_()
-    for part, share in ((vae.encoder, -.15), (vae.decoder, .18)):  # colour of the whole picture, taken out and put back
+    whole = 1.2/net.ratio  # of the whole picture's colour, taken out by attention and put back
+    for part, share in ((vae.encoder, -whole), (vae.decoder, whole/(1-whole))):
         for m in part.mid_block.attentions:
             if not hasattr(m, 'to_qkv'): continue
             n = len(m.proj.bias)
