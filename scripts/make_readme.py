@@ -28,7 +28,7 @@ def readme() -> str:
     processor = ReadmeProcs().nb_proc(read_nb(root / "nbs" / "index.ipynb"))
     processor.process()
     body, _ = MarkdownExporter().from_notebook_node(from_dict(processor.nb))
-    body = re.sub(r"\n{3,}", "\n\n", body).strip()
+    body = re.sub(r"\n{3,}", "\n\n", body).strip().replace("](images/", "](nbs/images/")
     return f"<!-- Made from nbs/index.ipynb by scripts/make_readme.py: edit that. -->\n\n{body}\n"
 
 

@@ -161,10 +161,10 @@ def test_as_a_program(tmp_path):
 
 
 def test_errors_in_our_own_code_are_one_line_too_but_for_debugging(tmp_path):
-    code = "import vae_tiles.planning as p; p.plan = None; from vae_tiles.cli import main; main()"
+    code = "import vae_tiles.cli as c; c.Size.convert = lambda *args: 1 / 0; c.main()"
     command = [sys.executable, "-c", code, "plan", "flux1", "--size", "512"]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith("vae-tiles: TypeError") and done.stderr.count("\n") == 1
+    assert done.returncode == 2 and done.stderr.startswith("vae-tiles: ZeroDivisionError") and done.stderr.count("\n") == 1
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "VAE_TILES_DEBUG": "1"})
     assert done.returncode == 1 and "Traceback" in done.stderr
 
