@@ -7,10 +7,12 @@ __all__ = ['FEW', 'PLAIN', 'kernel', 'packed', 'layout', 'laid', 'overwritable',
            'group', 'norm_act', 'stack', 'ConvRows', 'UpRows', 'DownRows', 'PointRows', 'ChainRows', 'BesideRows',
            'shortcut_rows', 'resnet_rows', 'band_bytes', 'row_bands', 'fill', 'resnet_maps', 'knows', 'duplicate',
            'fold', 'block_rows', 'enter_rows', 'leave_rows', 'machine_of', 'out_size', 'heaviest', 'lean_map',
-           'not_plain', 'odd_conv', 'not_lean', 'weights_fit', 'lean_fn', 'lean_stages', 'why_not_lean']
+           'not_plain', 'odd_conv', 'not_lean', 'weights_fit', 'lean_fn', 'lean_stages', 'why_not_lean', 'WindowRows',
+           'feed', 'row_caps', 'sweep']
 
-# %% ../nbs/08_lean.ipynb #2e8686dc
+# %% ../nbs/08_lean.ipynb #ad5366e2
 from collections.abc import Iterator
+import math
 from dataclasses import replace
 
 import torch
@@ -21,7 +23,7 @@ from vae_tiles.stages import (
     acc_type, affine_of, attention, given_away, hooked, kind_of, moments, patchify, record, shared, taken, unpatchify, vae_stages,
 )
 
-# %% ../nbs/08_lean.ipynb #2e2ddf5c
+# %% ../nbs/08_lean.ipynb #cd434c7b
 def kernel(conv):
     "The kernel of `conv` for single frames, (O, I, kh, kw): for a causal 3-D one, a view of its last slice in time."
     return conv.weight if conv.weight.ndim == 4 else conv.weight[:, :, -1]
@@ -31,7 +33,7 @@ def packed(conv):
     w = kernel(conv)
     return w.contiguous() if w.numel() * w.element_size() <= 4 << 20 else w
 
-# %% ../nbs/08_lean.ipynb #3168cf87
+# %% ../nbs/08_lean.ipynb #3d28247c
 def layout(x):
     "Channels last, except in fp32 on a CPU, where the kernels for it round four times more than those for planes."
     return torch.contiguous_format if x.device.type == "cpu" and x.dtype == torch.float32 else torch.channels_last
@@ -54,7 +56,7 @@ def new_map(
     size = (len(x), channels, height or x.shape[-2], width or x.shape[-1])
     return torch.empty(size, dtype=x.dtype, device=x.device, memory_format=layout(x))
 
-# %% ../nbs/08_lean.ipynb #f13ad4bd
+# %% ../nbs/08_lean.ipynb #05139627
 def up_kernels(w):
     "The four 2x2 kernels (4 O, I, 2, 2) that a 3x3 kernel (O, I, 3, 3) is on a map upsampled 2x."
     o, i = w.shape[:2]
@@ -77,7 +79,7 @@ def interleave(y, top: int = 0):
         out[..., a::2, b::2] = part[..., a:a + height, b:b + width] if top else part
     return out
 
-# %% ../nbs/08_lean.ipynb #0ca53b52
+# %% ../nbs/08_lean.ipynb #edce93d1
 def rms(m, x):
     "RMS norm and SiLU, as a function of a band of map `x`."
     gain = (m.gamma.to(acc_type(x)) * m.scale).view(1, -1, 1, 1)
@@ -101,7 +103,7 @@ def norm_act(m, x, state=None):
     "Norm `m`, then SiLU, for bands of `x`."
     return group(m, x, state) if isinstance(m, nn.GroupNorm) else rms(m, x)
 
-# %% ../nbs/08_lean.ipynb #1aa6f6c5
+# %% ../nbs/08_lean.ipynb #7cff49e6
 def stack(x, *parts, right: int = 0):
     "Rows one below the other in a map like `x`: maps, None, or a number of rows of zeros; `right` columns of zeros at the side."
     parts = [p for p in parts if p is not None]
@@ -126,7 +128,7 @@ class ConvRows:
         self.keep = None if end else y[..., -2 * self.pad:, :].clone()
         return F.conv2d(y, self.w, self.bias, padding=(0, self.pad)) if y.shape[-2] > 2 * self.pad else None
 
-# %% ../nbs/08_lean.ipynb #3678eddf
+# %% ../nbs/08_lean.ipynb #c4f93e09
 class UpRows:
     "Nearest 2x upsampling and a 3x3 convolution, on bands of rows."
     def __init__(self, conv, few: bool = False):  # few: so few cells that making the small kernels costs more than they save
@@ -148,7 +150,7 @@ class DownRows:
         self.keep = None if end else y[..., 2 * n:, :-1].clone()
         return F.conv2d(laid(y[..., :2 * n + 1, :]), self.w, self.bias, stride=2) if n > 0 else None
 
-# %% ../nbs/08_lean.ipynb #0aad0304
+# %% ../nbs/08_lean.ipynb #5ad7c97d
 class PointRows:
     "`fn` on bands of a multiple of `step` rows."
     def __init__(self, fn, step: int = 1): self.fn, self.step, self.keep = fn, step, None
@@ -179,10 +181,10 @@ class BesideRows:
         if y is None: return None
         y += self.wait[..., :y.shape[-2], :]
         left = self.wait[..., y.shape[-2]:, :]
-        self.wait = left if left.shape[-2] else None
+        self.wait = left.clone() if left.shape[-2] else None
         return y
 
-# %% ../nbs/08_lean.ipynb #4c2e59d0
+# %% ../nbs/08_lean.ipynb #2c410688
 def shortcut_rows(block):
     "The 1x1 convolution beside a residual block, or None where its input passes as it is."
     m = block.conv_shortcut
@@ -193,7 +195,7 @@ def resnet_rows(block, x, state=None):
     first, second = ConvRows(block.conv1, norm_act(block.norm1, x, state)), ConvRows(block.conv2, norm_act(block.norm2, x, state))
     return BesideRows(ChainRows(first, second), shortcut_rows(block))
 
-# %% ../nbs/08_lean.ipynb #f9565943
+# %% ../nbs/08_lean.ipynb #a1513df0
 def band_bytes(x) -> int:
     "How much of a map to work on at a time: what caches hold on a CPU, a 32nd of the map but no less than 1 MiB elsewhere."
     if x.device.type == "cpu": return (torch.get_num_threads() + 1) << 20
@@ -227,7 +229,7 @@ def fill(
         done = rows.stop
     return out
 
-# %% ../nbs/08_lean.ipynb #4b0848b0
+# %% ../nbs/08_lean.ipynb #6c05e4e9
 def resnet_maps(block, x, own: bool, state, limit: int):
     "A residual block whose second norm takes statistics of the whole map before it."
     short, channels = shortcut_rows(block), block.conv1.out_channels
@@ -243,7 +245,7 @@ def knows(norm, state) -> bool:
     if not isinstance(norm, nn.GroupNorm): return True
     return shared(state) and "record" not in state and norm in state.get("norms", ())
 
-# %% ../nbs/08_lean.ipynb #2d4f182d
+# %% ../nbs/08_lean.ipynb #5d22b409
 def duplicate(m):
     "A `DupUp3D` shortcut on single frames: channels spread over 2x2 cells."
     def fn(x):
@@ -269,7 +271,7 @@ def block_rows(s, x, state):
         return BesideRows(ChainRows(ConvRows(m.conv), PointRows(interleave)), PointRows(lambda x: interleave(x.repeat_interleave(m.repeats, 1))))
     return BesideRows(ChainRows(ConvRows(m.conv), PointRows(fold, 2)), PointRows(lambda x: fold(x).unflatten(1, (-1, m.group_size)).mean(2), 2))
 
-# %% ../nbs/08_lean.ipynb #e25fae71
+# %% ../nbs/08_lean.ipynb #d677267d
 def enter_rows(s):
     "The first stage: patches, 1x1 convolution, convolution."
     p, first, conv, repeat = s.parts.get("patch", 1), s.parts.get("first"), ConvRows(s.parts["conv"]), s.parts.get("repeat")
@@ -302,16 +304,16 @@ def machine_of(
     if s.kind == "down": return DownRows(s.parts["conv"])
     return block_rows(s, x, state)
 
-# %% ../nbs/08_lean.ipynb #7f7a5fa1
-def out_size(s, x) -> tuple[int, int, int]:
-    "Channels, height and width that stage `s` makes of map `x`."
+# %% ../nbs/08_lean.ipynb #e67499ed
+def out_size(s, height: int, width: int) -> tuple[int, int, int]:
+    "Channels, height and width that stage `s` makes of a map of that size."
     conv = s.parts.get("last") or s.parts.get("conv")
     if s.kind == "resnet": channels = s.parts["block"].conv1.out_channels
     elif s.kind.endswith("block"): channels = s.parts["block"].avg_shortcut.out_channels
     else: channels = conv.out_channels
     if s.kind.startswith("shuffle"): channels = channels // 4 if s.kind == "shuffle_up" else channels * 4
     if s.kind == "conv_out": channels //= s.parts.get("patch", 1) ** 2
-    return channels, int(x.shape[-2] * s.scale), int(x.shape[-1] * s.scale)
+    return channels, int(height * s.scale), int(width * s.scale)
 
 def heaviest(s) -> int:
     "Bytes of the largest kernel of a stage, which every band reads: bands should not be smaller."
@@ -330,11 +332,11 @@ def lean_map(
     limit = limit or max(band_bytes(x), heaviest(s))
     if s.kind == "attention": return s.attend.out(attention(*s.attend.qkv(x, state)), x, state)
     if s.kind == "resnet" and not knows(s.parts["block"].norm2, state): return resnet_maps(s.parts["block"], x, own, state, limit)
-    size = out_size(s, x)
+    size = out_size(s, *x.shape[-2:])
     out = x if own and size == tuple(x.shape[1:]) and overwritable(x) else new_map(x, *size)
     return fill(machine_of(s, x, state), x, out, limit=limit)
 
-# %% ../nbs/08_lean.ipynb #bba6ecb3
+# %% ../nbs/08_lean.ipynb #0da252af
 PLAIN = {"Conv2d", "CausalConv3d", "RMS_norm", "GroupNorm", "SiLU", "Dropout", "Identity", "Upsample", "ZeroPad2d", "Sequential",
          "ModuleList", "ResidualBlock", "ResnetBlock2D", "ResnetBlock", "Resample", "Upsample2D", "Downsample2D", "Downsample",
          "ResidualUpBlock", "ResidualDownBlock", "DupUp3D", "AvgDown3D"}
@@ -358,7 +360,7 @@ def odd_conv(m, kind: str) -> str:
     if m.stride[-1] == 1: return "" if m.kernel_size[-2] == k in (1, 3) and pad == k // 2 else "changes the size"
     return "" if k == 3 and pad == 0 and set(m.stride[-2:]) == {2} else "has another stride"
 
-# %% ../nbs/08_lean.ipynb #ce06e453
+# %% ../nbs/08_lean.ipynb #282518b3
 def not_lean(s) -> str:
     "Why stage `s` may not be replaced, or an empty string."
     if s.kind == "attention": return "" if s.attend is not None else f"{s.name} has an attention of its own"
@@ -384,7 +386,7 @@ def weights_fit(s, x) -> bool:
     try: return not torch.is_autocast_enabled(x.device.type)
     except (TypeError, RuntimeError): return not torch.is_autocast_enabled()
 
-# %% ../nbs/08_lean.ipynb #c8c50eeb
+# %% ../nbs/08_lean.ipynb #c5c004e5
 def lean_fn(s, limit: int = 0):
     "The function of stage `s` in its lean form, or by itself the module's own, where it must be."
     def fn(x, state=None):
@@ -413,3 +415,75 @@ def why_not_lean(
 ) -> list:  # of str, one per stage that runs the modules themselves; empty: all are lean
     "Which stages cannot be lean, and why."
     return [why for s in vae_stages(vae, op) if (why := not_lean(s))]
+
+# %% ../nbs/08_lean.ipynb #3ceaaec2
+class WindowRows:
+    "Any stage on bands of rows: its own function on windows with halos, cropped."
+    def __init__(self, s, state=None): self.s, self.state, self.keep, self.top, self.done = s, state, None, 0, 0
+    def __call__(self, x, end: bool = False):
+        y, scale = x if self.keep is None else torch.cat([self.keep, x], -2), self.s.scale
+        got = self.top + y.shape[-2]
+        stop = int(got * scale)
+        while not end and stop > self.done and self.window(self.done, stop)[1] > got: stop -= 1
+        start, upto = self.window(self.done, stop)
+        out = None
+        if stop > self.done:
+            out = self.s.fn(y[..., start - self.top:upto - self.top, :], self.state)
+            out = out[..., self.done - int(start * scale):stop - int(start * scale), :]
+        nxt = self.window(stop, stop + 1)[0]
+        self.keep, self.top, self.done = y[..., nxt - self.top:, :].clone(), nxt, stop
+        return out
+
+    def window(self, a, b):
+        "The rows that output rows `a` to `b` need, on the grid that the stage's stride wants."
+        step = max(1, int(1 / self.s.scale))
+        start, stop = self.s.needs(a, b)
+        return max(0, start // step * step), -(-stop // step) * step
+
+# %% ../nbs/08_lean.ipynb #9f5ed435
+def feed(machines, caps, box, end):
+    "Push the rows in `box` through `machines`, no more than `caps` at a time into each; yields what comes out."
+    x = box.pop()
+    if not machines:
+        yield x
+        return
+    for i in range(0, n := x.shape[-2], caps[0]):
+        piece, final = x[..., i:i + caps[0], :], i + caps[0] >= n
+        if final: x = None
+        out = [machines[0](piece, end and final)]
+        del piece
+        if out[0] is not None: yield from feed(machines[1:], caps[1:], out, end and final)
+
+def row_caps(stages, x, limit: int) -> list:
+    "For each stage, how many rows of its input have about `limit` bytes, input or output."
+    caps, size = [], tuple(x.shape[1:])
+    for s in stages:
+        new = out_size(s, *size[1:])
+        row = max(math.prod(size), math.prod(new)) // size[1] * len(x) * x.element_size()
+        step = max(1, int(1 / s.scale))
+        caps.append(max(1, limit // row // step) * step)
+        size = new
+    return caps
+
+def sweep(
+    stages,  # a run of stages, none of them whole
+    x,  # the map that goes into the first one, (B, C, H, W), here or on the host
+    limit: int = 0,  # bytes of any map to work on at a time; 0: 4 MiB
+    state: dict | None = None,
+    device=None,  # where to run; None: where `x` is
+    lean: bool = True,
+) -> Iterator[tuple[int, torch.Tensor]]:
+    "Yields (first row, band) of the last stage's output, from the top down."
+    like = x[..., :1, :].to(device or x.device)
+    for s in stages:
+        if s.whole: raise ValueError(f"{s.name} needs the whole canvas, so rows cannot pass through it")
+        if missing := [n for n in s.norms if not knows(n, state)]:
+            raise ValueError(f"{s.name} has {len(missing)} GroupNorms whose statistics are not given")
+    fits = [lean and not not_lean(s) and weights_fit(s, like) for s in stages]
+    machines = [machine_of(s, like, state) if fit else WindowRows(s, state) for s, fit in zip(stages, fits)]
+    caps, done, height = row_caps(stages, x, limit or 4 << 20), 0, x.shape[-2]
+    for i in range(0, height, caps[0]):
+        band = [x[..., i:i + caps[0], :].to(like.device)]
+        for y in feed(machines, caps, band, i + caps[0] >= height):
+            yield done, y
+            done += y.shape[-2]

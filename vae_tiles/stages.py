@@ -9,9 +9,10 @@ __all__ = ['BAND', 'FAMILIES', 'NETS', 'UnknownStructure', 'Attend', 'Stage', 'h
            'kl_upsample', 'kl_downsample', 'mid_stages', 'kl_block', 'kl_stages', 'hunyuan_resnet', 'hunyuan_attention',
            'hunyuan_layer', 'hunyuan_stages', 'as_video', 'slots', 'call_cached', 'conv_cached', 'wan_resnet',
            'wan_resample', 'wan_attention', 'wan_shortcut_block', 'wan_block', 'patchify', 'unpatchify', 'wan_stages',
-           'known_class', 'known_parts', 'chunks', 'run', 'run_video', 'vae_stages', 'decoder_stages', 'encoder_stages']
+           'known_class', 'known_parts', 'chunks', 'run', 'run_video', 'vae_stages', 'decoder_stages', 'encoder_stages',
+           'reach_of']
 
-# %% ../nbs/07_stages.ipynb #f0ff72ef
+# %% ../nbs/07_stages.ipynb #2780cd62
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from fractions import Fraction
 import torch
 import torch.nn.functional as F
 
-# %% ../nbs/07_stages.ipynb #4d99017f
+# %% ../nbs/07_stages.ipynb #4d069475
 class UnknownStructure(ValueError):
     "An autoencoder whose parts are not recognised; the message names the part. Callers fall back to blending."
 
@@ -32,7 +33,7 @@ class Attend:
 
 @dataclass(frozen=True)
 class Stage:
-    "One step of a decoder or encoder: `fn(x, state)` takes a map (or a one-element list: the map is given away) to the next map."
+    "One step of a decoder or encoder: `fn(x, state)` makes the next map of a map, or of a one-element list that gives it away."
     name: str  # where it is, "decoder.up_blocks.1.resnets.0"
     fn: Callable  # fn(x, state=None) -> y; x (B, C, H, W), or (B, C, T, H, W) for the Wan family
     scale: Fraction = Fraction(1)  # output cells per input cell along one side: 2, 1, 1/2
@@ -57,7 +58,7 @@ class Stage:
         return (math.floor((start - self.after[0]) / self.scale) - self.before[0],
                 math.ceil((stop + self.after[1]) / self.scale) + self.before[1])
 
-# %% ../nbs/07_stages.ipynb #a21e38b6
+# %% ../nbs/07_stages.ipynb #28011bfb
 def hooked(module) -> bool:
     "Whether calling `module` does more than its class's `forward`: hooks, or a `forward` replaced on the instance."
     if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module): return True
@@ -67,7 +68,7 @@ def bare(module, name: str):
     "`module`, where its children may be called in its stead; an error where they may not."
     module = getattr(module, "_orig_mod", module)
     if module._compiled_call_impl is None and hooked(module):
-        raise UnknownStructure(f"{name} ({type(module).__name__}) carries hooks of its own, so its layers cannot run one by one")
+        raise UnknownStructure(f"{name} ({type(module).__name__}) carries hooks, so its layers cannot run one by one")
     return module
 
 def kind_of(module) -> str:
@@ -81,7 +82,7 @@ def unknown(module, name: str):
     "Raise: `module`, found at `name`, is not a layer that we know."
     raise UnknownStructure(f"{name} is a {type(module).__name__}, which is not recognised")
 
-# %% ../nbs/07_stages.ipynb #2f517bca
+# %% ../nbs/07_stages.ipynb #ac0d0dc5
 def conv_reach(conv) -> int:
     "Cells that a stride-1 convolution (or a 1x1 Linear) sees beyond its own, one side."
     kernel = getattr(conv, "kernel_size", (1,))[-1]
@@ -91,7 +92,7 @@ def chain_reach(*convs) -> tuple[int, int]:
     "Reach of convolutions one after another, as (left, right)."
     return (sum(map(conv_reach, convs)),) * 2
 
-# %% ../nbs/07_stages.ipynb #d9c4ac5e
+# %% ../nbs/07_stages.ipynb #97c2457d
 def taken(x):
     "The map in `x`: `x` itself, or popped from the one-element list that gives it away."
     return x.pop() if isinstance(x, list) else x
@@ -104,7 +105,7 @@ def shared(state) -> bool:
     "Whether GroupNorms must read or write statistics."
     return bool(state) and ("norms" in state or "record" in state)
 
-# %% ../nbs/07_stages.ipynb #76e867ff
+# %% ../nbs/07_stages.ipynb #5ee13c8b
 BAND = 1 << 20  # elements of a map that are looked at in fp32 at a time, at least a 32nd of the map
 
 def bands(x, limit: int = 0):
@@ -140,7 +141,7 @@ def moments(
     centre = mean.mean(2)
     return n * mean.shape[2], centre, (var + (mean - centre[..., None]).square()).mean(2)
 
-# %% ../nbs/07_stages.ipynb #c3cd0c30
+# %% ../nbs/07_stages.ipynb #c180ffbd
 def record(x, module, state):
     "Note the statistics of `x` at GroupNorm `module` in `state[\"record\"]`, the cells in `state[\"crop\"]` only."
     rows, cols = state.get("crop") or (slice(None), slice(None))
@@ -170,7 +171,7 @@ def group_norm(
     for rows in bands(x): y[..., rows, :] = torch.addcmul(shift, x[..., rows, :].to(shift.dtype), scale)
     return y
 
-# %% ../nbs/07_stages.ipynb #71cbb9ed
+# %% ../nbs/07_stages.ipynb #5a96e728
 def fused(q, k, v) -> bool:
     "Whether torch has a kernel for these (B, 1, N, C) that keeps no scores."
     choose = getattr(torch, "_fused_sdp_choice", None)
@@ -204,10 +205,11 @@ def attention(
     for i in range(0, q.shape[1], side): out[:, i:i + side] = attention_part(q[:, i:i + side], k, v, side)
     return out
 
-# %% ../nbs/07_stages.ipynb #e486dce2
+# %% ../nbs/07_stages.ipynb #dd8d364b
 def kl_resnet(m, name: str) -> Stage:
     "diffusers' `ResnetBlock2D` without time embedding or resampling."
-    if m.time_emb_proj is not None or m.upsample is not None or m.downsample is not None: unknown(m, f"{name} with time embedding or resampling")
+    if not (m.time_emb_proj is None and m.upsample is None and m.downsample is None):
+        unknown(m, f"{name}, with a time embedding or resampling,")
     own = hooked(m)
     def fn(x, state=None):
         x = taken(x)
@@ -216,11 +218,13 @@ def kl_resnet(m, name: str) -> Stage:
         h = m.conv1(m.nonlinearity(group_norm(x, m.norm1, state)))
         h = m.conv2(m.dropout(m.nonlinearity(group_norm(h, m.norm2, state))))
         return ((x if m.conv_shortcut is None else m.conv_shortcut(x)) + h) / m.output_scale_factor
-    return Stage(name, fn, before=chain_reach(m.conv1, m.conv2), norms=(m.norm1, m.norm2), kind="resnet", parts={"block": m})
+    return Stage(name, fn, before=chain_reach(m.conv1, m.conv2), norms=(m.norm1, m.norm2), kind="resnet",
+                 parts={"block": m})
 
 def kl_attention(m, name: str) -> Stage:
     "diffusers' `Attention` over a map, with its default processor."
-    if m.group_norm is None or m.spatial_norm is not None or m.norm_q is not None or m.norm_k is not None or m.norm_cross: unknown(m, f"{name} with other norms")
+    if m.group_norm is None or m.norm_cross or any(n is not None for n in (m.spatial_norm, m.norm_q, m.norm_k)):
+        unknown(m, f"{name}, with other norms,")
     heads = m.heads
     def qkv(x, state=None):
         h = group_norm(x, m.group_norm, state).flatten(2).transpose(1, 2)
@@ -234,20 +238,24 @@ def kl_attention(m, name: str) -> Stage:
         x = taken(x)
         if not shared(state): return m(x, temb=None)
         return out(attention(*qkv(x, state)), x, state)
-    attend = Attend(qkv, out) if type(m.processor).__name__ in ("AttnProcessor2_0", "AttnProcessor") and not hooked(m) else None
+    usual = type(m.processor).__name__ in ("AttnProcessor2_0", "AttnProcessor") and not hooked(m)
+    attend = Attend(qkv, out) if usual else None
     return Stage(name, fn, whole=True, norms=(m.group_norm,), attend=attend, kind="attention", parts={"block": m})
 
-# %% ../nbs/07_stages.ipynb #1b7e4903
+# %% ../nbs/07_stages.ipynb #b3d6f944
 def kl_upsample(m, name: str) -> Stage:
     "diffusers' `Upsample2D`: nearest 2x, then a convolution."
-    if not m.use_conv or m.use_conv_transpose or not m.interpolate or m.norm is not None: unknown(m, f"{name} without interpolation or convolution")
-    return Stage(name, lambda x, state=None: m(taken(x)), Fraction(2), after=chain_reach(m.conv), kind="up", parts={"block": m, "conv": m.conv})
+    if not m.use_conv or m.use_conv_transpose or not m.interpolate or m.norm is not None:
+        unknown(m, f"{name}, without interpolation or convolution,")
+    return Stage(name, lambda x, state=None: m(taken(x)), Fraction(2), after=chain_reach(m.conv), kind="up",
+                 parts={"block": m, "conv": m.conv})
 
 def kl_downsample(m, name: str) -> Stage:
     "diffusers' `Downsample2D`: a convolution of stride 2, padded right and below only, or all around."
-    if not m.use_conv or m.norm is not None or m.padding not in (0, 1): unknown(m, f"{name} without convolution")
+    if not m.use_conv or m.norm is not None or m.padding not in (0, 1): unknown(m, f"{name}, without convolution,")
     before = (0, 1) if m.padding == 0 else (1, 0)
-    return Stage(name, lambda x, state=None: m(taken(x)), Fraction(1, 2), before, kind="down", parts={"block": m, "conv": m.conv})
+    return Stage(name, lambda x, state=None: m(taken(x)), Fraction(1, 2), before, kind="down",
+                 parts={"block": m, "conv": m.conv})
 
 def mid_stages(mid, name: str, resnet: Callable, attend: Callable) -> list:
     "The middle block: resnet, attention, resnet, ..."
@@ -261,7 +269,7 @@ def mid_stages(mid, name: str, resnet: Callable, attend: Callable) -> list:
 def kl_block(block, name: str) -> list:
     "`UpDecoderBlock2D`, `DownEncoderBlock2D`: resnets (each with its attention, if any), then the resamplers."
     kind, block, stages = kind_of(block), bare(block, name), []
-    if kind not in ("UpDecoderBlock2D", "DownEncoderBlock2D", "AttnUpDecoderBlock2D", "AttnDownEncoderBlock2D"): unknown(block, name)
+    if kind.removeprefix("Attn") not in ("UpDecoderBlock2D", "DownEncoderBlock2D"): unknown(block, name)
     for i, m in enumerate(block.resnets):
         if kind_of(m) != "ResnetBlock2D": unknown(m, f"{name}.resnets.{i}")
         stages.append(kl_resnet(m, f"{name}.resnets.{i}"))
@@ -270,7 +278,7 @@ def kl_block(block, name: str) -> list:
         for i, m in enumerate(getattr(block, word, None) or ()): stages.append(make(m, f"{name}.{word}.{i}"))
     return stages
 
-# %% ../nbs/07_stages.ipynb #89b2a91d
+# %% ../nbs/07_stages.ipynb #9f1d5795
 def kl_stages(vae, op: str) -> list:
     "`AutoencoderKL`, `AutoencoderKLFlux2`: diffusers' `Decoder` or `Encoder` between the quant convolutions."
     word = "decoder" if op == "decode" else "encoder"
@@ -284,13 +292,16 @@ def kl_stages(vae, op: str) -> list:
     def leave(x, state=None):
         x = conv_out(act(group_norm(taken(x), norm, state)))
         return x if last is None else last(x)
-    blocks, mid = net.up_blocks if op == "decode" else net.down_blocks, mid_stages(net.mid_block, f"{word}.mid_block", kl_resnet, kl_attention)
-    blocks = [s for i, b in enumerate(blocks) for s in kl_block(b, f"{word}.{'up' if op == 'decode' else 'down'}_blocks.{i}")]
-    return [Stage(f"{word}.conv_in", enter, before=chain_reach(conv_in), kind="conv_in", parts={"first": first, "conv": conv_in}),
+    blocks, side = (net.up_blocks, "up") if op == "decode" else (net.down_blocks, "down")
+    mid = mid_stages(net.mid_block, f"{word}.mid_block", kl_resnet, kl_attention)
+    blocks = [s for i, b in enumerate(blocks) for s in kl_block(b, f"{word}.{side}_blocks.{i}")]
+    return [Stage(f"{word}.conv_in", enter, before=chain_reach(conv_in), kind="conv_in",
+                  parts={"first": first, "conv": conv_in}),
             *(mid + blocks if op == "decode" else blocks + mid),
-            Stage(f"{word}.conv_out", leave, before=chain_reach(conv_out), norms=(norm,), kind="conv_out", parts={"norm": norm, "act": act, "conv": conv_out, "last": last})]
+            Stage(f"{word}.conv_out", leave, before=chain_reach(conv_out), norms=(norm,), kind="conv_out",
+                  parts={"norm": norm, "act": act, "conv": conv_out, "last": last})]
 
-# %% ../nbs/07_stages.ipynb #512f566e
+# %% ../nbs/07_stages.ipynb #ceb8b422
 def hunyuan_resnet(m, name: str) -> Stage:
     "`HunyuanImageResnetBlock`."
     own = hooked(m)
@@ -301,7 +312,8 @@ def hunyuan_resnet(m, name: str) -> Stage:
         h = m.conv1(m.nonlinearity(group_norm(x, m.norm1, state)))
         h = m.conv2(m.nonlinearity(group_norm(h, m.norm2, state)))
         return (h if m.conv_shortcut is None else m.conv_shortcut(h)) + x
-    return Stage(name, fn, before=chain_reach(m.conv1, m.conv2), norms=(m.norm1, m.norm2), kind="resnet", parts={"block": m})
+    return Stage(name, fn, before=chain_reach(m.conv1, m.conv2), norms=(m.norm1, m.norm2), kind="resnet",
+                 parts={"block": m})
 
 def hunyuan_attention(m, name: str) -> Stage:
     "`HunyuanImageAttentionBlock`."
@@ -312,7 +324,8 @@ def hunyuan_attention(m, name: str) -> Stage:
     def fn(x, state=None):
         x = taken(x)
         return out(attention(*qkv(x, state)), x, state) if shared(state) else m(x)
-    return Stage(name, fn, whole=True, norms=(m.norm,), attend=None if hooked(m) else Attend(qkv, out), kind="attention", parts={"block": m})
+    return Stage(name, fn, whole=True, norms=(m.norm,), attend=None if hooked(m) else Attend(qkv, out),
+                 kind="attention", parts={"block": m})
 
 def hunyuan_layer(m, name: str) -> Stage:
     "One entry of HunyuanImage's flat lists of blocks."
@@ -320,9 +333,10 @@ def hunyuan_layer(m, name: str) -> Stage:
     if kind == "ResnetBlock": return hunyuan_resnet(m, name)
     if kind not in ("Upsample", "Downsample"): unknown(m, name)
     scale = Fraction(2) if kind == "Upsample" else Fraction(1, 2)
-    return Stage(name, lambda x, state=None: m(taken(x)), scale, chain_reach(m.conv), kind="shuffle_up" if scale == 2 else "shuffle_down", parts={"block": m, "conv": m.conv})
+    return Stage(name, lambda x, state=None: m(taken(x)), scale, chain_reach(m.conv),
+                 kind="shuffle_up" if scale == 2 else "shuffle_down", parts={"block": m, "conv": m.conv})
 
-# %% ../nbs/07_stages.ipynb #ff810e3c
+# %% ../nbs/07_stages.ipynb #9151b324
 def hunyuan_stages(vae, op: str) -> list:
     "`AutoencoderKLHunyuanImage`."
     word = "decoder" if op == "decode" else "encoder"
@@ -339,11 +353,13 @@ def hunyuan_stages(vae, op: str) -> list:
     blocks, side = (net.up_blocks, "up") if op == "decode" else (net.down_blocks, "down")
     mid = mid_stages(net.mid_block, f"{word}.mid_block", hunyuan_resnet, hunyuan_attention)
     blocks = [hunyuan_layer(m, f"{word}.{side}_blocks.{i}") for i, m in enumerate(blocks)]
-    return [Stage(f"{word}.conv_in", enter, before=chain_reach(conv_in), kind="conv_in", parts={"first": None, "conv": conv_in, "repeat": getattr(net, "repeat", 0)}),
+    return [Stage(f"{word}.conv_in", enter, before=chain_reach(conv_in), kind="conv_in",
+                  parts={"first": None, "conv": conv_in, "repeat": getattr(net, "repeat", 0)}),
             *(mid + blocks if op == "decode" else blocks + mid),
-            Stage(f"{word}.conv_out", leave, before=chain_reach(conv_out), norms=(norm,), kind="conv_out", parts={"norm": norm, "act": act, "conv": conv_out, "last": None, "group": getattr(net, "group_size", 0)})]
+            Stage(f"{word}.conv_out", leave, before=chain_reach(conv_out), norms=(norm,), kind="conv_out",
+                  parts={"norm": norm, "act": act, "conv": conv_out, "last": None, "group": getattr(net, "group_size", 0)})]
 
-# %% ../nbs/07_stages.ipynb #8cbe9e7d
+# %% ../nbs/07_stages.ipynb #d8f3fd38
 def as_video(fn):
     "Let `fn` of (B, C, T, H, W) take and give (B, C, H, W) as well."
     def wrapped(x, state=None):
@@ -377,10 +393,11 @@ def conv_cached(conv, x, cache, i: int):
     cache[i] = last
     return y
 
-# %% ../nbs/07_stages.ipynb #522e9002
+# %% ../nbs/07_stages.ipynb #4aab2291
 def wan_resnet(m, name: str) -> Stage:
     "A causal residual block: RMS norm, convolution, twice."
-    return Stage(name, as_video(call_cached(m, name)), before=chain_reach(m.conv1, m.conv2), kind="resnet", parts={"block": m})
+    return Stage(name, as_video(call_cached(m, name)), before=chain_reach(m.conv1, m.conv2), kind="resnet",
+                 parts={"block": m})
 
 def wan_resample(m, name: str) -> Stage:
     "Nearest 2x and a convolution, or a convolution of stride 2; in time too, from the second chunk on."
@@ -388,7 +405,8 @@ def wan_resample(m, name: str) -> Stage:
     if up is None: unknown(m, f"{name} ({m.mode})")
     conv = m.resample[1]
     where = {"after": chain_reach(conv)} if up else {"before": (0, 1)}
-    return Stage(name, as_video(call_cached(m, name)), Fraction(2) if up else Fraction(1, 2), **where, kind="up" if up else "down", parts={"block": m, "conv": conv})
+    return Stage(name, as_video(call_cached(m, name)), Fraction(2) if up else Fraction(1, 2), **where,
+                 kind="up" if up else "down", parts={"block": m, "conv": conv})
 
 def wan_attention(m, name: str) -> Stage:
     "Attention within each frame."
@@ -415,21 +433,23 @@ def wan_shortcut_block(block, name: str) -> Stage:
     scale = Fraction(2) if up else Fraction(1, 2 if block.downsampler is not None else 1)
     return Stage(name, as_video(fn), scale, **where, kind="up_block" if up else "down_block", parts={"block": block})
 
-# %% ../nbs/07_stages.ipynb #8371d220
+# %% ../nbs/07_stages.ipynb #ea882bdb
 def wan_block(block, name: str) -> list:
     "One entry of `up_blocks` or `down_blocks` as stages."
     kind = kind_of(block)
     single = {"ResidualBlock": wan_resnet, "Resample": wan_resample, "AttentionBlock": wan_attention}
     if kind in single: return [single[kind](block, name)]
-    if kind == "ResidualDownBlock" or (kind == "ResidualUpBlock" and block.avg_shortcut is not None): return [wan_shortcut_block(block, name)]
+    if kind == "ResidualDownBlock" or (kind == "ResidualUpBlock" and block.avg_shortcut is not None):
+        return [wan_shortcut_block(block, name)]
     if kind not in ("UpBlock", "ResidualUpBlock"): unknown(block, name)
     block = bare(block, name)
     for i, m in enumerate(block.resnets):
         if kind_of(m) != "ResidualBlock": unknown(m, f"{name}.resnets.{i}")
     stages = [wan_resnet(m, f"{name}.resnets.{i}") for i, m in enumerate(block.resnets)]
-    return stages + [wan_resample(m, f"{name}.upsamplers.{i}") for i, m in enumerate(getattr(block, "upsamplers", None) or ())]
+    for i, m in enumerate(getattr(block, "upsamplers", None) or ()): stages.append(wan_resample(m, f"{name}.upsamplers.{i}"))
+    return stages
 
-# %% ../nbs/07_stages.ipynb #c8ee57d0
+# %% ../nbs/07_stages.ipynb #426b2132
 def patchify(x, p: int):
     "(B, C, T, H p, W p) -> (B, C p p, T, H, W), channels in the classes' order."
     if p == 1: return x
@@ -444,7 +464,7 @@ def unpatchify(x, p: int):
 
 def wan_stages(vae, op: str) -> list:
     "`AutoencoderKLWan`, `AutoencoderKLQwenImage`, `AutoencoderKLQwenImage21`."
-    word, p = "decoder" if op == "decode" else "encoder", getattr(vae.config, "patch_size", None) or 1
+    word, p = "decoder" if op == "decode" else "encoder", getattr(getattr(vae, "config", None), "patch_size", None) or 1
     net = bare(getattr(vae, word), word)
     norm, act, conv_in, conv_out = net.norm_out, net.nonlinearity, net.conv_in, net.conv_out
     name_in, name_out = f"{word}.conv_in", f"{word}.conv_out"
@@ -459,13 +479,14 @@ def wan_stages(vae, op: str) -> list:
     blocks, side = (net.up_blocks, "up") if op == "decode" else (net.down_blocks, "down")
     mid = mid_stages(net.mid_block, f"{word}.mid_block", wan_resnet, wan_attention)
     blocks = [s for i, b in enumerate(blocks) for s in wan_block(b, f"{word}.{side}_blocks.{i}")]
-    small = {"scale": Fraction(1, p), "after": chain_reach(conv_in)} if op == "encode" else {"before": chain_reach(conv_in)}
-    return [Stage(name_in, as_video(enter), **small, kind="conv_in", parts={"first": first, "conv": conv_in, "patch": p if op == "encode" else 1}),
+    out_p, in_p = (p, 1) if op == "decode" else (1, p)
+    return [Stage(name_in, as_video(enter), Fraction(1, in_p), after=chain_reach(conv_in), kind="conv_in",
+                  parts={"first": first, "conv": conv_in, "patch": in_p}),
             *(mid + blocks if op == "decode" else blocks + mid),
-            Stage(name_out, as_video(leave), Fraction(p if op == "decode" else 1), chain_reach(conv_out), kind="conv_out",
-                  parts={"norm": norm, "act": act, "conv": conv_out, "last": last, "patch": p if op == "decode" else 1, "clamp": op == "decode"})]
+            Stage(name_out, as_video(leave), Fraction(out_p), chain_reach(conv_out), kind="conv_out",
+                  parts={"norm": norm, "act": act, "conv": conv_out, "last": last, "patch": out_p, "clamp": op == "decode"})]
 
-# %% ../nbs/07_stages.ipynb #014e1beb
+# %% ../nbs/07_stages.ipynb #3e505bdb
 FAMILIES = {"AutoencoderKL": kl_stages, "AutoencoderKLFlux2": kl_stages, "AutoencoderKLHunyuanImage": hunyuan_stages,
             "AutoencoderKLWan": wan_stages, "AutoencoderKLQwenImage": wan_stages, "AutoencoderKLQwenImage21": wan_stages}
 NETS = {"Decoder": kl_stages, "Encoder": kl_stages, "Decoder2D": hunyuan_stages, "Encoder2D": hunyuan_stages,
@@ -475,21 +496,25 @@ def known_class(vae):
     "The stage builder for a class known by name, or None."
     for base in type(vae).__mro__:
         if base.__name__ in FAMILIES and base.__module__.startswith("diffusers."):
-            same = all(getattr(type(vae), f, None) is getattr(base, f, None) for f in ("_decode", "_encode", "decode", "encode"))
+            own = ("_decode", "_encode", "decode", "encode")
+            same = all(getattr(type(vae), f, None) is getattr(base, f, None) for f in own)
             return FAMILIES[base.__name__] if same else None
     return None
 
 def known_parts(vae, op: str):
     "The stage builder for a class known by its parts only, or an error."
-    net = getattr(vae, "decoder" if op == "decode" else "encoder", None)
-    if net is None: raise UnknownStructure(f"{type(vae).__name__} has no {'decoder' if op == 'decode' else 'encoder'}")
+    word, cls = "decoder" if op == "decode" else "encoder", type(vae).__name__
+    net = getattr(vae, word, None)
+    if net is None: raise UnknownStructure(f"{cls} has no {word}")
     builder = NETS.get(kind_of(net))
-    if builder is None or not type(getattr(net, "_orig_mod", net)).__module__.startswith("diffusers."): unknown(net, f"{type(vae).__name__}'s {op}r")
-    extra = [n for n, m in vae.named_children() if n not in ("decoder", "encoder", "quant_conv", "post_quant_conv") and any(True for _ in m.parameters())]
-    if extra: raise UnknownStructure(f"{type(vae).__name__} has weights in {', '.join(extra)}, whose use is not known")
+    if builder is None or not type(getattr(net, "_orig_mod", net)).__module__.startswith("diffusers."):
+        unknown(net, f"{cls}'s {word}")
+    usual = ("decoder", "encoder", "quant_conv", "post_quant_conv")
+    extra = [n for n, m in vae.named_children() if n not in usual and any(True for _ in m.parameters())]
+    if extra: raise UnknownStructure(f"{cls} has weights in {', '.join(extra)}, whose use is not known")
     return builder
 
-# %% ../nbs/07_stages.ipynb #7396b8cf
+# %% ../nbs/07_stages.ipynb #d1549585
 def chunks(
     op: str,  # "decode" or "encode"
     frames: int,  # latent frames to decode or frames to encode
@@ -516,7 +541,7 @@ def run_video(stages, x, op: str):
     state = {"cache": {}}
     return torch.cat([run(stages, x[:, :, t], state) for t in chunks(op, x.shape[2])], dim=2)
 
-# %% ../nbs/07_stages.ipynb #5eef9cb8
+# %% ../nbs/07_stages.ipynb #f15b5e8a
 def _probe(vae, stages, op: str):
     "One small random call through the stages and through the class, which must be equal."
     p = next(vae.parameters())
@@ -525,10 +550,11 @@ def _probe(vae, stages, op: str):
     channels //= stages[0].parts.get("patch", 1) ** 2
     side = int(8 / math.prod(s.scale for s in stages)) if op == "encode" else 8
     x = torch.linspace(-1, 1, channels * side * side, dtype=p.dtype, device=p.device).view(1, channels, side, side)
-    if any(kind_of(m).endswith("CausalConv3d") for m in vae.modules()): x = x.unsqueeze(2)
+    if any(kind_of(m) == "CausalConv3d" for m in vae.modules()): x = x.unsqueeze(2)
     with torch.no_grad():
         want = vae.decode(x, return_dict=False)[0] if op == "decode" else vae.encode(x, return_dict=False)[0].parameters
-        if not torch.equal(run(stages, x), want): raise UnknownStructure(f"{type(vae).__name__} computes more than its parts do")
+        if not torch.equal(run(stages, x), want):
+            raise UnknownStructure(f"{type(vae).__name__} computes something else than its parts do")
 
 def vae_stages(vae, op: str = "decode") -> tuple:
     "The stages of `vae`'s decoder or encoder, calling its own modules."
@@ -539,7 +565,7 @@ def vae_stages(vae, op: str = "decode") -> tuple:
     return tuple(stages)
 
 def decoder_stages(
-    vae,  # an AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLHunyuanImage, AutoencoderKLQwenImage(21) or AutoencoderKLWan
+    vae,  # an AutoencoderKL, -KLFlux2, -KLHunyuanImage, -KLQwenImage, -KLQwenImage21 or -KLWan
 ) -> tuple:  # of `Stage`; run in order they equal `vae.decode(z).sample`
     "The decoder as stages. Raises `UnknownStructure` for what it does not know."
     return vae_stages(vae, "decode")
@@ -549,3 +575,15 @@ def encoder_stages(
 ) -> tuple:  # of `Stage`; run in order they equal `vae.encode(x).latent_dist.parameters`
     "The encoder as stages. Windows of the image must start at multiples of the ratio."
     return vae_stages(vae, "encode")
+
+# %% ../nbs/07_stages.ipynb #9a167ad3
+def reach_of(
+    stages,  # a run of stages; whole ones count as if they attended nowhere
+) -> Fraction:  # one side, in cells of the coarser end: latents
+    "How far a cell that comes out of `stages` sees."
+    total, scale = Fraction(0), Fraction(1)
+    for s in stages:
+        total += Fraction(max(s.before)) / scale
+        scale *= s.scale
+        total += Fraction(max(s.after)) / scale
+    return total * min(scale, 1)
