@@ -17,9 +17,10 @@ import io
 import os
 import re
 import sys
+import threading
 import time
 import traceback
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from configparser import ConfigParser
 from dataclasses import dataclass
 from multiprocessing import get_all_start_methods, get_context
@@ -152,19 +153,35 @@ def _isolated(path: Path, force: frozenset[str], store: bool) -> Outcome:
     return outcome
 
 
-def run_all(
-    paths: list[Path],
-    force: frozenset[str] = frozenset(),  # flags whose cells run after all
-    store: bool = False,  # write outputs back?
-    workers: int | None = None,  # notebooks at a time; one thread each. Default: cores, at most 4
-) -> dict[Path, "Future[Outcome]"]:
-    """Start every notebook in a process of its own, `workers` at a time; no state is shared."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    pool = ThreadPoolExecutor(workers or min(os.cpu_count() or 1, 4))
-    futures = {path: pool.submit(_isolated, path, force, store) for path in paths}
-    pool.shutdown(wait=False)
-    return futures
+class Runs:
+    """Notebooks on their way, each in a process of its own with one thread; no state is shared."""
+
+    def __init__(
+        self,
+        paths: list[Path],
+        force: frozenset[str] = frozenset(),  # flags whose cells run after all
+        store: bool = False,  # write outputs back?
+        workers: int | None = None,  # notebooks at a time; default: cores, at most 4
+    ):
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        workers = workers or min(os.cpu_count() or 1, 4)
+        self._places = threading.Semaphore(workers)
+        self._pool = ThreadPoolExecutor(workers + 1)
+        self.futures = {path: self._pool.submit(self._one, path, force, store) for path in paths}
+        self._pool.shutdown(wait=False)
+
+    def _one(self, path: Path, force: frozenset[str], store: bool) -> Outcome:
+        with self._places:
+            return _isolated(path, force, store)
+
+    def widen(self) -> None:
+        """From here on, one more at a time."""
+        self._places.release()
+
+    def stop(self) -> None:
+        """Start no more of them."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def faults(path: Path) -> list[str]:
@@ -205,7 +222,7 @@ def main() -> int:
             print(line, file=sys.stderr)
         print(f"{len(paths)} notebooks looked at, {bad} faults")
         return bool(bad)
-    for future in run_all(paths, frozenset(args.flags), not args.test, args.workers).values():
+    for future in Runs(paths, frozenset(args.flags), not args.test, args.workers).futures.values():
         outcome = future.result()
         bad += bool(outcome.failed)
         print(f"{outcome.name}: {outcome.ran} cells, {outcome.seconds:.1f} s{', FAILED' if outcome.failed else ''}")

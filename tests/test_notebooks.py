@@ -1,20 +1,22 @@
-"""Every notebook is one test: it runs from top to bottom, in a process of its own."""
+"""Every notebook is one test: it runs from top to bottom, in a process of its own.
+
+They are started by conftest.py and run in the background while the other tests do.
+"""
 
 import pytest
 import run_notebooks
 
-notebooks = run_notebooks.find([])
-
 
 @pytest.fixture(scope="module")
 def outcomes(request):
-    """The selected notebooks, started together, a few at a time."""
-    chosen = [i.callspec.params["path"] for i in request.session.items if i.fspath == request.node.fspath]
-    return run_notebooks.run_all(chosen)
+    runs = request.config.notebook_runs
+    runs.widen()  # the other tests are done, so their core is free
+    return runs.futures
 
 
-@pytest.mark.parametrize("path", notebooks, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", run_notebooks.find([]), ids=lambda p: p.stem)
 def test_notebook(outcomes, path):
     outcome = outcomes[path].result()
+    print(f"{outcome.ran} cells in {outcome.seconds:.1f} s")
     if outcome.failed:
         pytest.fail(outcome.failed, pytrace=False)

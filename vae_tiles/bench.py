@@ -35,7 +35,8 @@ def interleave(arms: dict[str, Callable[[], object]],  # name: what to run
                tick: Callable[[str], None] | None = None,  # called after each run with the arm's name
                ) -> dict[str, list[float]]:  # seconds of each run
     "Time each arm `repeats` times, in turn; every round starts with another arm. No warm-up: see to it before."
-    names, times = list(arms), {name: [] for name in arms}
+    names = list(arms)
+    times: dict[str, list[float]] = {name: [] for name in arms}
     for i in range(repeats):
         k = i % len(names)
         for name in names[k:] + names[:k]:
@@ -58,7 +59,7 @@ def followed(fn: Callable[[], torch.Tensor],
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     with capped(cap) if cap else nullcontext() if on_gpu else Follow() as follow: result = fn()
-    return result, torch.cuda.max_memory_allocated() - before if on_gpu else follow.peak
+    return result, follow.peak if follow and not on_gpu else torch.cuda.max_memory_allocated() - before
 
 # %% ../nbs/16_bench.ipynb #f165101a
 def stock_tiles(vae, z: torch.Tensor,
@@ -75,7 +76,7 @@ def stock_calls(vae, z: torch.Tensor, tile_size: int | None = None) -> int:
     "How many tiles diffusers' own tiling cuts `z` into."
     with tiling(vae, tile_size=tile_size): geometry = read_geometry(vae)
     h, w = z.shape[-2:]
-    return 1 if geometry.one_tile(h, w) else geometry.stock(h, w).calls
+    return 1 if geometry is None or geometry.one_tile(h, w) else geometry.stock(h, w).calls
 
 # %% ../nbs/16_bench.ipynb #31ada14c
 def arms_of(vae, z: torch.Tensor, ours: Plan, tile_size: int | None = None) -> dict[str, tuple[Callable, int, str]]:

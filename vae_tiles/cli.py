@@ -261,7 +261,7 @@ def _tile(vae, tile_size: int | None, tile):
     "A tile in latents from one in pixels."
     from vae_tiles.vaes import ratio_of
     if tile_size is None: return tile
-    ratio = ratio_of(vae)
+    ratio = ratio_of(vae) or 1
     if tile is not None: raise click.UsageError("give --tile-size (pixels) or --tile (latents), not both")
     if tile_size < ratio: raise click.UsageError(f"a tile of {tile_size} pixels is less than one latent ({ratio} pixels)")
     return (tile_size // ratio,) * 2
@@ -326,8 +326,8 @@ def encode_command(image, vae, out, crop, tile_size, free, mode, tile, dtype, de
     if Path(out).suffix != ".safetensors": raise click.UsageError(f"{out}: a latent's file ends in .safetensors")
     with target(out, force) as name:
         model = weights_of(vae, dtype, device)
-        x = as_input(read_image(image, 1 if crop else ratio_of(model)), model)
-        if crop: x = _middle(x, ratio_of(model))
+        x = as_input(read_image(image, 1 if crop else ratio_of(model) or 1), model)
+        if crop: x = _middle(x, ratio_of(model) or 1)
         z = encode(model, x, free=free, mode=mode, tile=_tile(model, tile_size, tile)).mode().contiguous().cpu()
         save_file({"latent": z}, name, metadata={"vae": type(model).__name__})
     click.echo(f"{out}: latent of shape {tuple(z.shape)}")
