@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['BAND', 'FAMILIES', 'NETS', 'UnknownStructure', 'Attend', 'Stage', 'hooked', 'bare', 'kind_of', 'unknown',
            'conv_reach', 'chain_reach', 'taken', 'given_away', 'shared', 'bands', 'acc_type', 'merge', 'moments',
-           'record', 'affine_of', 'group_norm', 'fused', 'attention_part', 'attention', 'kl_resnet', 'kl_attention',
-           'kl_upsample', 'kl_downsample', 'mid_stages', 'kl_block', 'kl_stages', 'hunyuan_resnet', 'hunyuan_attention',
-           'hunyuan_layer', 'hunyuan_stages', 'as_video', 'slots', 'call_cached', 'conv_cached', 'wan_resnet',
-           'wan_resample', 'wan_attention', 'wan_shortcut_block', 'wan_block', 'patchify', 'unpatchify', 'wan_stages',
-           'known_class', 'known_parts', 'chunks', 'run', 'run_video', 'vae_stages', 'decoder_stages', 'encoder_stages',
-           'reach_of']
+           'record', 'affine_of', 'group_norm', 'fused', 'tokens_of', 'attention_part', 'attention', 'kl_resnet',
+           'kl_attention', 'kl_upsample', 'kl_downsample', 'mid_stages', 'kl_block', 'kl_stages', 'hunyuan_resnet',
+           'hunyuan_attention', 'hunyuan_layer', 'hunyuan_stages', 'as_video', 'slots', 'call_cached', 'conv_cached',
+           'wan_resnet', 'wan_resample', 'wan_attention', 'wan_shortcut_block', 'wan_block', 'patchify', 'unpatchify',
+           'wan_stages', 'known_class', 'known_parts', 'chunks', 'run', 'run_video', 'vae_stages', 'decoder_stages',
+           'encoder_stages', 'reach_of']
 
-# %% ../nbs/07_stages.ipynb #2780cd62
+# %% ../nbs/07_stages.ipynb #13184983
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from fractions import Fraction
 import torch
 import torch.nn.functional as F
 
-# %% ../nbs/07_stages.ipynb #4d069475
+# %% ../nbs/07_stages.ipynb #e5d0b164
 class UnknownStructure(ValueError):
     "An autoencoder whose parts are not recognised; the message names the part. Callers fall back to blending."
 
@@ -58,7 +58,7 @@ class Stage:
         return (math.floor((start - self.after[0]) / self.scale) - self.before[0],
                 math.ceil((stop + self.after[1]) / self.scale) + self.before[1])
 
-# %% ../nbs/07_stages.ipynb #28011bfb
+# %% ../nbs/07_stages.ipynb #243ecd02
 def hooked(module) -> bool:
     "Whether calling `module` does more than its class's `forward`: hooks, or a `forward` replaced on the instance."
     if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module): return True
@@ -82,7 +82,7 @@ def unknown(module, name: str):
     "Raise: `module`, found at `name`, is not a layer that we know."
     raise UnknownStructure(f"{name} is a {type(module).__name__}, which is not recognised")
 
-# %% ../nbs/07_stages.ipynb #ac0d0dc5
+# %% ../nbs/07_stages.ipynb #cae17d84
 def conv_reach(conv) -> int:
     "Cells that a stride-1 convolution (or a 1x1 Linear) sees beyond its own, one side."
     kernel = getattr(conv, "kernel_size", (1,))[-1]
@@ -92,7 +92,7 @@ def chain_reach(*convs) -> tuple[int, int]:
     "Reach of convolutions one after another, as (left, right)."
     return (sum(map(conv_reach, convs)),) * 2
 
-# %% ../nbs/07_stages.ipynb #97c2457d
+# %% ../nbs/07_stages.ipynb #82c0b9b9
 def taken(x):
     "The map in `x`: `x` itself, or popped from the one-element list that gives it away."
     return x.pop() if isinstance(x, list) else x
@@ -105,7 +105,7 @@ def shared(state) -> bool:
     "Whether GroupNorms must read or write statistics."
     return bool(state) and ("norms" in state or "record" in state)
 
-# %% ../nbs/07_stages.ipynb #5ee13c8b
+# %% ../nbs/07_stages.ipynb #afde7a03
 BAND = 1 << 20  # elements of a map that are looked at in fp32 at a time, at least a 32nd of the map
 
 def bands(x, limit: int = 0):
@@ -141,7 +141,7 @@ def moments(
     centre = mean.mean(2)
     return n * mean.shape[2], centre, (var + (mean - centre[..., None]).square()).mean(2)
 
-# %% ../nbs/07_stages.ipynb #c180ffbd
+# %% ../nbs/07_stages.ipynb #4614c5fe
 def record(x, module, state):
     "Note the statistics of `x` at GroupNorm `module` in `state[\"record\"]`, the cells in `state[\"crop\"]` only."
     rows, cols = state.get("crop") or (slice(None), slice(None))
@@ -171,21 +171,26 @@ def group_norm(
     for rows in bands(x): y[..., rows, :] = torch.addcmul(shift, x[..., rows, :].to(shift.dtype), scale)
     return y
 
-# %% ../nbs/07_stages.ipynb #5a96e728
+# %% ../nbs/07_stages.ipynb #31dc35eb
 def fused(q, k, v) -> bool:
     "Whether torch has a kernel for these (B, 1, N, C) that keeps no scores."
     choose = getattr(torch, "_fused_sdp_choice", None)
     try: return choose is not None and choose(q, k, v) != 0
     except (RuntimeError, NotImplementedError): return False
 
+def tokens_of(x):
+    "A map (B, C, H, W) as tokens (B, H W, C), each of them in one piece, as fused kernels want it."
+    t = x.flatten(2).transpose(1, 2)
+    return t if t.stride(-1) == 1 else t.contiguous()
+
 def attention_part(q, k, v, step: int):
     "Online softmax over keys, `step` of them at a time, for queries q (B, n, C)."
-    scale, top, acc, total = q.shape[-1] ** -0.5, None, None, None
+    scale, top, acc, total, kind = q.shape[-1] ** -0.5, None, None, None, acc_type(q)
     for i in range(0, k.shape[1], step):
-        s = torch.bmm(q.float() * scale, k[:, i:i + step].float().transpose(1, 2))
+        s = torch.bmm(q.to(kind) * scale, k[:, i:i + step].to(kind).transpose(1, 2))
         new = s.amax(-1, keepdim=True) if top is None else torch.maximum(top, s.amax(-1, keepdim=True))
         s = s.sub_(new).exp_()
-        part, weight = torch.bmm(s, v[:, i:i + step].float()), s.sum(-1, keepdim=True)
+        part, weight = torch.bmm(s, v[:, i:i + step].to(kind)), s.sum(-1, keepdim=True)
         if top is not None:
             old = (top - new).exp_()
             part, weight = part.addcmul_(acc, old), weight.addcmul_(total, old)
@@ -205,7 +210,7 @@ def attention(
     for i in range(0, q.shape[1], side): out[:, i:i + side] = attention_part(q[:, i:i + side], k, v, side)
     return out
 
-# %% ../nbs/07_stages.ipynb #dd8d364b
+# %% ../nbs/07_stages.ipynb #72f9b403
 def kl_resnet(m, name: str) -> Stage:
     "diffusers' `ResnetBlock2D` without time embedding or resampling."
     if not (m.time_emb_proj is None and m.upsample is None and m.downsample is None):
@@ -227,7 +232,7 @@ def kl_attention(m, name: str) -> Stage:
         unknown(m, f"{name}, with other norms,")
     heads = m.heads
     def qkv(x, state=None):
-        h = group_norm(x, m.group_norm, state).flatten(2).transpose(1, 2)
+        h = tokens_of(group_norm(x, m.group_norm, state))
         split = lambda t: t.unflatten(2, (heads, -1)).transpose(1, 2).flatten(0, 1)
         return tuple(split(f(h)) for f in (m.to_q, m.to_k, m.to_v))
     def out(tokens, x, state=None):
@@ -242,7 +247,7 @@ def kl_attention(m, name: str) -> Stage:
     attend = Attend(qkv, out) if usual else None
     return Stage(name, fn, whole=True, norms=(m.group_norm,), attend=attend, kind="attention", parts={"block": m})
 
-# %% ../nbs/07_stages.ipynb #b3d6f944
+# %% ../nbs/07_stages.ipynb #f29dd8df
 def kl_upsample(m, name: str) -> Stage:
     "diffusers' `Upsample2D`: nearest 2x, then a convolution."
     if not m.use_conv or m.use_conv_transpose or not m.interpolate or m.norm is not None:
@@ -278,7 +283,7 @@ def kl_block(block, name: str) -> list:
         for i, m in enumerate(getattr(block, word, None) or ()): stages.append(make(m, f"{name}.{word}.{i}"))
     return stages
 
-# %% ../nbs/07_stages.ipynb #9f1d5795
+# %% ../nbs/07_stages.ipynb #156fa074
 def kl_stages(vae, op: str) -> list:
     "`AutoencoderKL`, `AutoencoderKLFlux2`: diffusers' `Decoder` or `Encoder` between the quant convolutions."
     word = "decoder" if op == "decode" else "encoder"
@@ -301,7 +306,7 @@ def kl_stages(vae, op: str) -> list:
             Stage(f"{word}.conv_out", leave, before=chain_reach(conv_out), norms=(norm,), kind="conv_out",
                   parts={"norm": norm, "act": act, "conv": conv_out, "last": last})]
 
-# %% ../nbs/07_stages.ipynb #ceb8b422
+# %% ../nbs/07_stages.ipynb #319cf8c1
 def hunyuan_resnet(m, name: str) -> Stage:
     "`HunyuanImageResnetBlock`."
     own = hooked(m)
@@ -319,7 +324,7 @@ def hunyuan_attention(m, name: str) -> Stage:
     "`HunyuanImageAttentionBlock`."
     def qkv(x, state=None):
         h = group_norm(x, m.norm, state)
-        return tuple(f(h).flatten(2).transpose(1, 2) for f in (m.to_q, m.to_k, m.to_v))
+        return tuple(tokens_of(f(h)) for f in (m.to_q, m.to_k, m.to_v))
     def out(tokens, x, state=None): return m.proj(tokens.unflatten(1, x.shape[2:]).permute(0, 3, 1, 2)) + x
     def fn(x, state=None):
         x = taken(x)
@@ -336,7 +341,7 @@ def hunyuan_layer(m, name: str) -> Stage:
     return Stage(name, lambda x, state=None: m(taken(x)), scale, chain_reach(m.conv),
                  kind="shuffle_up" if scale == 2 else "shuffle_down", parts={"block": m, "conv": m.conv})
 
-# %% ../nbs/07_stages.ipynb #9151b324
+# %% ../nbs/07_stages.ipynb #d3862fb5
 def hunyuan_stages(vae, op: str) -> list:
     "`AutoencoderKLHunyuanImage`."
     word = "decoder" if op == "decode" else "encoder"
@@ -359,7 +364,7 @@ def hunyuan_stages(vae, op: str) -> list:
             Stage(f"{word}.conv_out", leave, before=chain_reach(conv_out), norms=(norm,), kind="conv_out",
                   parts={"norm": norm, "act": act, "conv": conv_out, "last": None, "group": getattr(net, "group_size", 0)})]
 
-# %% ../nbs/07_stages.ipynb #d8f3fd38
+# %% ../nbs/07_stages.ipynb #369a5a6a
 def as_video(fn):
     "Let `fn` of (B, C, T, H, W) take and give (B, C, H, W) as well."
     def wrapped(x, state=None):
@@ -393,7 +398,7 @@ def conv_cached(conv, x, cache, i: int):
     cache[i] = last
     return y
 
-# %% ../nbs/07_stages.ipynb #4aab2291
+# %% ../nbs/07_stages.ipynb #daef7c3f
 def wan_resnet(m, name: str) -> Stage:
     "A causal residual block: RMS norm, convolution, twice."
     return Stage(name, as_video(call_cached(m, name)), before=chain_reach(m.conv1, m.conv2), kind="resnet",
@@ -412,7 +417,7 @@ def wan_attention(m, name: str) -> Stage:
     "Attention within each frame."
     def qkv(x, state=None):
         h = m.norm(x if x.ndim == 4 else x.transpose(1, 2).flatten(0, 1))
-        return m.to_qkv(h).flatten(2).transpose(1, 2).chunk(3, dim=-1)
+        return tokens_of(m.to_qkv(h)).chunk(3, dim=-1)
     def out(tokens, x, state=None):
         h = m.proj(tokens.transpose(1, 2).unflatten(2, x.shape[-2:]))
         return (h if x.ndim == 4 else h.unflatten(0, (len(x), -1)).transpose(1, 2)) + x
@@ -433,7 +438,7 @@ def wan_shortcut_block(block, name: str) -> Stage:
     scale = Fraction(2) if up else Fraction(1, 2 if block.downsampler is not None else 1)
     return Stage(name, as_video(fn), scale, **where, kind="up_block" if up else "down_block", parts={"block": block})
 
-# %% ../nbs/07_stages.ipynb #ea882bdb
+# %% ../nbs/07_stages.ipynb #3eb4f82e
 def wan_block(block, name: str) -> list:
     "One entry of `up_blocks` or `down_blocks` as stages."
     kind = kind_of(block)
@@ -449,7 +454,7 @@ def wan_block(block, name: str) -> list:
     for i, m in enumerate(getattr(block, "upsamplers", None) or ()): stages.append(wan_resample(m, f"{name}.upsamplers.{i}"))
     return stages
 
-# %% ../nbs/07_stages.ipynb #426b2132
+# %% ../nbs/07_stages.ipynb #0f03766f
 def patchify(x, p: int):
     "(B, C, T, H p, W p) -> (B, C p p, T, H, W), channels in the classes' order."
     if p == 1: return x
@@ -486,7 +491,7 @@ def wan_stages(vae, op: str) -> list:
             Stage(name_out, as_video(leave), Fraction(out_p), chain_reach(conv_out), kind="conv_out",
                   parts={"norm": norm, "act": act, "conv": conv_out, "last": last, "patch": out_p, "clamp": op == "decode"})]
 
-# %% ../nbs/07_stages.ipynb #3e505bdb
+# %% ../nbs/07_stages.ipynb #a93a725c
 FAMILIES = {"AutoencoderKL": kl_stages, "AutoencoderKLFlux2": kl_stages, "AutoencoderKLHunyuanImage": hunyuan_stages,
             "AutoencoderKLWan": wan_stages, "AutoencoderKLQwenImage": wan_stages, "AutoencoderKLQwenImage21": wan_stages}
 NETS = {"Decoder": kl_stages, "Encoder": kl_stages, "Decoder2D": hunyuan_stages, "Encoder2D": hunyuan_stages,
@@ -514,7 +519,7 @@ def known_parts(vae, op: str):
     if extra: raise UnknownStructure(f"{cls} has weights in {', '.join(extra)}, whose use is not known")
     return builder
 
-# %% ../nbs/07_stages.ipynb #d1549585
+# %% ../nbs/07_stages.ipynb #70dbac3e
 def chunks(
     op: str,  # "decode" or "encode"
     frames: int,  # latent frames to decode or frames to encode
@@ -541,7 +546,7 @@ def run_video(stages, x, op: str):
     state = {"cache": {}}
     return torch.cat([run(stages, x[:, :, t], state) for t in chunks(op, x.shape[2])], dim=2)
 
-# %% ../nbs/07_stages.ipynb #f15b5e8a
+# %% ../nbs/07_stages.ipynb #75d3b653
 def _probe(vae, stages, op: str):
     "One small random call through the stages and through the class, which must be equal."
     p = next(vae.parameters())
@@ -576,7 +581,7 @@ def encoder_stages(
     "The encoder as stages. Windows of the image must start at multiples of the ratio."
     return vae_stages(vae, "encode")
 
-# %% ../nbs/07_stages.ipynb #9a167ad3
+# %% ../nbs/07_stages.ipynb #90034e40
 def reach_of(
     stages,  # a run of stages; whole ones count as if they attended nowhere
 ) -> Fraction:  # one side, in cells of the coarser end: latents
