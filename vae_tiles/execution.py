@@ -99,7 +99,7 @@ def fetched(x: torch.Tensor, device: torch.device, host: bool) -> torch.Tensor:
 def new_map(like: torch.Tensor, shape, device: torch.device, host: bool = False) -> torch.Tensor:
     "An empty map of `like`'s dtype and memory format."
     kw = {}
-    if len(shape) == 4 and like.ndim == 4 and like.is_contiguous(memory_format=torch.channels_last): kw["memory_format"] = torch.channels_last
+    if len(shape) == like.ndim == 4 and like.shape[1] > 1 and like.stride(1) == 1: kw["memory_format"] = torch.channels_last
     if not host: return torch.empty(shape, dtype=like.dtype, device=device, **kw)
     with _disable_current_modes():
         place = "meta" if device.type == "meta" else "cpu"  # meta stands for an accelerator and its host

@@ -188,7 +188,7 @@ def plan_for(vae, op: str, x: torch.Tensor, options: Options, mode: str | None =
         whole = ask(h, w, mode="untiled").peak_bytes
         free = min(free_of(x.device, options.free if free is None else free).total, int(max(tile, whole / 4) * HEADROOM))
         return ask(h, w, mode="exact", free=free)
-    return ask(h, w, tile=g.floor, mode="blend" if (mode or options.mode) == "untiled" else None or mode or options.mode)
+    return ask(h, w, tile=g.floor, **({"mode": "blend"} if (mode or options.mode) == "untiled" else {}))
 
 def call(vae, op: str, x: torch.Tensor, options: Options, plan: Plan | None = None) -> tuple[torch.Tensor, Plan]:
     "Check, plan, run: the sample or the moments, and the plan that ran."

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SIDES', 'BOUND', 'rounded', 'mib', 'channels_last', 'layout_copies', 'Ledger', 'apart', 'Follow', 'to_meta', 'Run',
-           'dry_run', 'weight_bytes', 'fingerprint', 'remembered', 'meta_vae', 'smallest', 'decode_shape',
-           'encode_shape', 'predict_decode', 'predict_encode', 'mib_per_latent', 'capped', 'is_oom']
+           'dry_run', 'skimming', 'skims', 'weight_bytes', 'fingerprint', 'remembered', 'meta_vae', 'smallest',
+           'decode_shape', 'encode_shape', 'predict_decode', 'predict_encode', 'mib_per_latent', 'capped', 'is_oom']
 
 # %% ../nbs/04_peaks.ipynb #e7fc8081
 import math, re, threading, types, weakref
@@ -362,6 +362,21 @@ def _is_meta(module: nn.Module, dtype: torch.dtype) -> bool:
 
 def _is_shape(a) -> bool:
     return isinstance(a, torch.Size) or isinstance(a, (tuple, list)) and len(a) > 0 and all(type(n) is int for n in a)
+
+# %% ../nbs/04_peaks.ipynb #ab3be6d8
+_skim = threading.local()
+
+@contextmanager
+def skimming():
+    "Let stages on the meta device stop after the first bands: the same peak, less work."
+    before, _skim.on = getattr(_skim, 'on', False), True
+    try: yield
+    finally: _skim.on = before
+
+def skims(x: Tensor, band: int) -> bool:
+    "Whether band number `band` of `x` and all after it may be left out."
+    return band > 2 and x.is_meta and getattr(_skim, 'on', False)
+
 
 # %% ../nbs/04_peaks.ipynb #101ae841
 def weight_bytes(module: nn.Module) -> int:
