@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['Report', 'blend', 'new_state', 'trimmed', 'run_window', 'run_tiles', 'fetched', 'new_map', 'softmax_chunks',
-           'band_rows', 'attend_bands', 'Canvas', 'run_whole', 'run_segments', 'product', 'execute']
+           'band_rows', 'attend_bands', 'sampled_norms', 'Canvas', 'run_whole', 'run_segments', 'run_shared', 'product',
+           'execute']
 
 # %% ../nbs/13_execution.ipynb #69810587
 from collections.abc import Callable
@@ -154,6 +155,14 @@ def attend_bands(stage,                # a Stage with its attention taken apart
         report()
     return x
 
+# %% ../nbs/13_execution.ipynb #7ac56eea
+def sampled_norms(stages, x: torch.Tensor, step: int, device, host: bool = False) -> dict:  # {norm: (mean, var)}, each (B, groups)
+    "The statistics that the stages' group norms see when they run on every `step`-th cell of a map."
+    seen: dict = {}
+    small = fetched(x[..., step // 2::step, step // 2::step], device, host)
+    run(stages, [small.clone(memory_format=torch.preserve_format)], {"record": seen})
+    return {norm: (mean, var) for norm, (_, mean, var) in seen.items()}
+
 # %% ../nbs/13_execution.ipynb #1efdc90c
 class Canvas:
     "The map that a segment makes, allocated when the first core comes."
@@ -180,9 +189,8 @@ def run_whole(stages, maps: list, own: bool, device, host_in: bool, host_out: bo
         del y, box, kept
     return out
 
-def run_segments(segments, stages, maps: list, device, report: Callable = lambda: None, norms=None) -> list:
+def run_segments(segments, stages, maps: list, device, report: Callable = lambda: None, norms=None, own=False, host=False) -> list:
     "A plan's segments in order; `maps` is the latent or the image, one tensor per temporal chunk."
-    own = host = False
     for seg in segments:
         part = stages[seg.first:seg.last]
         if seg.whole: maps = run_whole(part, maps, own, device, host, seg.host, norms)
@@ -197,18 +205,25 @@ def run_segments(segments, stages, maps: list, device, report: Callable = lambda
         own, host = True, seg.host
     return maps
 
+def run_shared(plan, stages, maps: list, device, report) -> list:
+    "The head whole, the statistics from a sample of its map, then the tail's tiles, which share them."
+    cut, step = plan.statistics
+    head, tail = (tuple(s for s in plan.segments if (s.last <= cut) == first) for first in (True, False))
+    maps = run_segments(head, stages, maps, device, report)
+    norms = sampled_norms(stages[cut:], maps[0], step, device, head[-1].host)
+    return run_segments(tail, stages, maps, device, report, norms, True, head[-1].host)
+
 def product(numbers):
     out = 1
     for n in numbers: out = out * n
     return out
 
 # %% ../nbs/13_execution.ipynb #84e6af15
-def execute(plan,            # a Plan of the path untiled or exact
+def execute(plan,            # a Plan of the path untiled, exact or shared
             stages,          # the stages it was made for
             x: torch.Tensor, # (B, C, H, W) or (B, C, T, H, W); not changed
             *, progress: Callable | None = None,  # progress(tiles done, tiles in all)
             output_device: torch.device | str | None = None,
-            norms: dict | None = None,
            ) -> torch.Tensor:
     "Run a plan on stages, one batch item after another."
     report, out, device = Report(progress, max(plan.calls, 1) * len(x)), None, x.device
@@ -216,7 +231,7 @@ def execute(plan,            # a Plan of the path untiled or exact
     for b in range(len(x)):
         item = x[b:b + 1]
         maps = [item[:, :, 0]] if image else [item[:, :, t] for t in chunks(plan.op, x.shape[2])] if x.ndim == 5 else [item]
-        maps = run_segments(plan.segments, stages, maps, device, report, norms)
+        maps = run_shared(plan, stages, maps, device, report) if plan.statistics else run_segments(plan.segments, stages, maps, device, report)
         y = maps.pop() if len(maps) == 1 else torch.cat(maps, 2)
         del maps
         if image: y = y.unsqueeze(2)
