@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .peaks import skims
 from vae_tiles.stages import (
     acc_type, affine_of, attention, given_away, hooked, kind_of, moments, patchify, record, shared, taken, unpatchify, vae_stages,
 )
@@ -220,7 +221,8 @@ def fill(
 ):
     "Feed `x` to `machine` and write what it gives to `out`."
     done, height = 0, x.shape[-2]
-    for start, stop in row_bands(height, max(x, out, key=torch.numel), limit):
+    for band, (start, stop) in enumerate(row_bands(height, max(x, out, key=torch.numel), limit)):
+        if skims(x, band): break
         y = machine(x[..., start:stop, :], stop == height)
         if y is None: continue
         rows = slice(done, done + y.shape[-2])
