@@ -14,9 +14,9 @@ target = Path(__file__).resolve().parent.parent / "nbs" / "images" / "demo.jpg"
 
 
 def main():
-    vae = demo_vae("qwen-image-2.1")
+    vae = demo_vae("qwen-image")
     with torch.no_grad():
-        latent = vae.encode(as_input(photo("seeding", 704, 1056), vae)).latent_dist.mode()
+        latent = vae.encode(as_input(photo("seeding", 704, 960), vae)).latent_dist.mode()
     rows, pictures, plan = compare(vae, latent, repeats=0, again=False)
     notes = {row["arm"]: note(row) for row in rows if row["arm"] != "untiled"}
     target.parent.mkdir(exist_ok=True)
