@@ -134,14 +134,14 @@ def test_pictures_that_do_not_fit_the_grid(folder, tmp_path):
 
 def test_demo_writes_one_table_and_a_picture_per_class(tmp_path):
     out = tmp_path / "demo"
-    args = ["demo", "--vae", "flux1", "--vae", "hunyuan-image-2.1", "--size", "448x512", "--stock-tile", "256", "-o", out]
+    args = ["demo", "--vae", "flux1", "--vae", "flux2", "--size", "448x512", "--stock-tile", "256", "-o", out]
     result = invoke(*args, "--json")
     rows = json.loads(result.stdout)["rows"]
-    assert [(r["vae"], r["arm"]) for r in rows] == [(v, a) for v in ("flux1", "hunyuan-image-2.1")
+    assert [(r["vae"], r["arm"]) for r in rows] == [(v, a) for v in ("flux1", "flux2")
                                                   for a in ("untiled", "stock tiles", "ours")]
     assert all(r["psnr_db"] == 99 for r in rows if r["arm"] == "untiled")
     assert all({"psnr_db", "window_levels", "line_score", "peak_mib", "seconds", "tiles"} <= r.keys() for r in rows)
-    for name in ("flux1", "hunyuan-image-2.1"):
+    for name in ("flux1", "flux2"):
         assert Image.open(out / f"{name}.png").width > 1000
     assert "--force" in invoke(*args, code=2).stderr
 
