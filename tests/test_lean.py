@@ -21,6 +21,7 @@ KINDS = {
 
 @pytest.fixture(autouse=True)
 def no_grad():
+    torch.manual_seed(0)
     with torch.no_grad(): yield
 
 

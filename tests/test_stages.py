@@ -25,6 +25,7 @@ VIDEO = [k for k, (name, _) in KINDS.items() if name in ("qwen-image", "wan")]
 
 @pytest.fixture(autouse=True)
 def no_grad():
+    torch.manual_seed(0)
     with torch.no_grad(): yield
 
 
@@ -122,13 +123,12 @@ def test_scale_and_reach(vaes, kind):
 
 @pytest.mark.parametrize("frames", [1, 2, 3])
 @pytest.mark.parametrize("kind", VIDEO)
-def test_video(vaes, kind, frames):
-    vae = vaes(kind)
+def test_video(kind, frames):
+    "In fp64, since the class convolves the latent over all frames at once; it rounds to fp32 inside its own upsampling."
+    vae = tiny(KINDS[kind][0], **KINDS[kind][1]).double()
     for op, t in (("decode", frames), ("encode", 4 * frames - 3), ("encode", 4 * frames)):
-        x = torch.randn(shape_of(vae, op, 2, 3, t=t))
-        want = stock(vae, op, x)
-        got = run_video(stages_of(vae, op), x, op)
-        assert close(got, want)
+        x = torch.randn(shape_of(vae, op, 2, 3, t=t), dtype=torch.float64)
+        assert close(run_video(stages_of(vae, op), x, op), stock(vae, op, x), 1e-5)
 
 
 @pytest.mark.parametrize("kind", VIDEO)

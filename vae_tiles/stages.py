@@ -12,7 +12,7 @@ __all__ = ['BAND', 'FAMILIES', 'NETS', 'UnknownStructure', 'Attend', 'Stage', 'h
            'wan_stages', 'known_class', 'known_parts', 'chunks', 'run', 'run_video', 'vae_stages', 'decoder_stages',
            'encoder_stages', 'reach_of']
 
-# %% ../nbs/07_stages.ipynb #13184983
+# %% ../nbs/07_stages.ipynb #1c046b16
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from fractions import Fraction
 import torch
 import torch.nn.functional as F
 
-# %% ../nbs/07_stages.ipynb #e5d0b164
+# %% ../nbs/07_stages.ipynb #0c926364
 class UnknownStructure(ValueError):
     "An autoencoder whose parts are not recognised; the message names the part. Callers fall back to blending."
 
@@ -58,7 +58,7 @@ class Stage:
         return (math.floor((start - self.after[0]) / self.scale) - self.before[0],
                 math.ceil((stop + self.after[1]) / self.scale) + self.before[1])
 
-# %% ../nbs/07_stages.ipynb #243ecd02
+# %% ../nbs/07_stages.ipynb #71ffdc41
 def hooked(module) -> bool:
     "Whether calling `module` does more than its class's `forward`: hooks, or a `forward` replaced on the instance."
     if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module): return True
@@ -82,7 +82,7 @@ def unknown(module, name: str):
     "Raise: `module`, found at `name`, is not a layer that we know."
     raise UnknownStructure(f"{name} is a {type(module).__name__}, which is not recognised")
 
-# %% ../nbs/07_stages.ipynb #cae17d84
+# %% ../nbs/07_stages.ipynb #b431f49f
 def conv_reach(conv) -> int:
     "Cells that a stride-1 convolution (or a 1x1 Linear) sees beyond its own, one side."
     kernel = getattr(conv, "kernel_size", (1,))[-1]
@@ -92,7 +92,7 @@ def chain_reach(*convs) -> tuple[int, int]:
     "Reach of convolutions one after another, as (left, right)."
     return (sum(map(conv_reach, convs)),) * 2
 
-# %% ../nbs/07_stages.ipynb #82c0b9b9
+# %% ../nbs/07_stages.ipynb #a04e49ab
 def taken(x):
     "The map in `x`: `x` itself, or popped from the one-element list that gives it away."
     return x.pop() if isinstance(x, list) else x
@@ -105,7 +105,7 @@ def shared(state) -> bool:
     "Whether GroupNorms must read or write statistics."
     return bool(state) and ("norms" in state or "record" in state)
 
-# %% ../nbs/07_stages.ipynb #afde7a03
+# %% ../nbs/07_stages.ipynb #795dbe5a
 BAND = 1 << 20  # elements of a map that are looked at in fp32 at a time, at least a 32nd of the map
 
 def bands(x, limit: int = 0):
@@ -141,7 +141,7 @@ def moments(
     centre = mean.mean(2)
     return n * mean.shape[2], centre, (var + (mean - centre[..., None]).square()).mean(2)
 
-# %% ../nbs/07_stages.ipynb #4614c5fe
+# %% ../nbs/07_stages.ipynb #bc9085a7
 def record(x, module, state):
     "Note the statistics of `x` at GroupNorm `module` in `state[\"record\"]`, the cells in `state[\"crop\"]` only."
     rows, cols = state.get("crop") or (slice(None), slice(None))
@@ -171,7 +171,7 @@ def group_norm(
     for rows in bands(x): y[..., rows, :] = torch.addcmul(shift, x[..., rows, :].to(shift.dtype), scale)
     return y
 
-# %% ../nbs/07_stages.ipynb #31dc35eb
+# %% ../nbs/07_stages.ipynb #21c39e28
 def fused(q, k, v) -> bool:
     "Whether torch has a kernel for these (B, 1, N, C) that keeps no scores."
     choose = getattr(torch, "_fused_sdp_choice", None)
@@ -210,7 +210,7 @@ def attention(
     for i in range(0, q.shape[1], side): out[:, i:i + side] = attention_part(q[:, i:i + side], k, v, side)
     return out
 
-# %% ../nbs/07_stages.ipynb #72f9b403
+# %% ../nbs/07_stages.ipynb #a331450b
 def kl_resnet(m, name: str) -> Stage:
     "diffusers' `ResnetBlock2D` without time embedding or resampling."
     if not (m.time_emb_proj is None and m.upsample is None and m.downsample is None):
@@ -247,7 +247,7 @@ def kl_attention(m, name: str) -> Stage:
     attend = Attend(qkv, out) if usual else None
     return Stage(name, fn, whole=True, norms=(m.group_norm,), attend=attend, kind="attention", parts={"block": m})
 
-# %% ../nbs/07_stages.ipynb #f29dd8df
+# %% ../nbs/07_stages.ipynb #cee10ef8
 def kl_upsample(m, name: str) -> Stage:
     "diffusers' `Upsample2D`: nearest 2x, then a convolution."
     if not m.use_conv or m.use_conv_transpose or not m.interpolate or m.norm is not None:
@@ -283,7 +283,7 @@ def kl_block(block, name: str) -> list:
         for i, m in enumerate(getattr(block, word, None) or ()): stages.append(make(m, f"{name}.{word}.{i}"))
     return stages
 
-# %% ../nbs/07_stages.ipynb #156fa074
+# %% ../nbs/07_stages.ipynb #36d6142b
 def kl_stages(vae, op: str) -> list:
     "`AutoencoderKL`, `AutoencoderKLFlux2`: diffusers' `Decoder` or `Encoder` between the quant convolutions."
     word = "decoder" if op == "decode" else "encoder"
@@ -306,7 +306,7 @@ def kl_stages(vae, op: str) -> list:
             Stage(f"{word}.conv_out", leave, before=chain_reach(conv_out), norms=(norm,), kind="conv_out",
                   parts={"norm": norm, "act": act, "conv": conv_out, "last": last})]
 
-# %% ../nbs/07_stages.ipynb #319cf8c1
+# %% ../nbs/07_stages.ipynb #e7b1b3d0
 def hunyuan_resnet(m, name: str) -> Stage:
     "`HunyuanImageResnetBlock`."
     own = hooked(m)
@@ -341,7 +341,7 @@ def hunyuan_layer(m, name: str) -> Stage:
     return Stage(name, lambda x, state=None: m(taken(x)), scale, chain_reach(m.conv),
                  kind="shuffle_up" if scale == 2 else "shuffle_down", parts={"block": m, "conv": m.conv})
 
-# %% ../nbs/07_stages.ipynb #d3862fb5
+# %% ../nbs/07_stages.ipynb #58bba2cd
 def hunyuan_stages(vae, op: str) -> list:
     "`AutoencoderKLHunyuanImage`."
     word = "decoder" if op == "decode" else "encoder"
@@ -364,7 +364,7 @@ def hunyuan_stages(vae, op: str) -> list:
             Stage(f"{word}.conv_out", leave, before=chain_reach(conv_out), norms=(norm,), kind="conv_out",
                   parts={"norm": norm, "act": act, "conv": conv_out, "last": None, "group": getattr(net, "group_size", 0)})]
 
-# %% ../nbs/07_stages.ipynb #369a5a6a
+# %% ../nbs/07_stages.ipynb #30186830
 def as_video(fn):
     "Let `fn` of (B, C, T, H, W) take and give (B, C, H, W) as well."
     def wrapped(x, state=None):
@@ -398,7 +398,7 @@ def conv_cached(conv, x, cache, i: int):
     cache[i] = last
     return y
 
-# %% ../nbs/07_stages.ipynb #daef7c3f
+# %% ../nbs/07_stages.ipynb #ed9d250a
 def wan_resnet(m, name: str) -> Stage:
     "A causal residual block: RMS norm, convolution, twice."
     return Stage(name, as_video(call_cached(m, name)), before=chain_reach(m.conv1, m.conv2), kind="resnet",
@@ -438,7 +438,7 @@ def wan_shortcut_block(block, name: str) -> Stage:
     scale = Fraction(2) if up else Fraction(1, 2 if block.downsampler is not None else 1)
     return Stage(name, as_video(fn), scale, **where, kind="up_block" if up else "down_block", parts={"block": block})
 
-# %% ../nbs/07_stages.ipynb #3eb4f82e
+# %% ../nbs/07_stages.ipynb #e53cd184
 def wan_block(block, name: str) -> list:
     "One entry of `up_blocks` or `down_blocks` as stages."
     kind = kind_of(block)
@@ -454,7 +454,7 @@ def wan_block(block, name: str) -> list:
     for i, m in enumerate(getattr(block, "upsamplers", None) or ()): stages.append(wan_resample(m, f"{name}.upsamplers.{i}"))
     return stages
 
-# %% ../nbs/07_stages.ipynb #0f03766f
+# %% ../nbs/07_stages.ipynb #b8cfedf5
 def patchify(x, p: int):
     "(B, C, T, H p, W p) -> (B, C p p, T, H, W), channels in the classes' order."
     if p == 1: return x
@@ -491,7 +491,7 @@ def wan_stages(vae, op: str) -> list:
             Stage(name_out, as_video(leave), Fraction(out_p), chain_reach(conv_out), kind="conv_out",
                   parts={"norm": norm, "act": act, "conv": conv_out, "last": last, "patch": out_p, "clamp": op == "decode"})]
 
-# %% ../nbs/07_stages.ipynb #a93a725c
+# %% ../nbs/07_stages.ipynb #8c29cff8
 FAMILIES = {"AutoencoderKL": kl_stages, "AutoencoderKLFlux2": kl_stages, "AutoencoderKLHunyuanImage": hunyuan_stages,
             "AutoencoderKLWan": wan_stages, "AutoencoderKLQwenImage": wan_stages, "AutoencoderKLQwenImage21": wan_stages}
 NETS = {"Decoder": kl_stages, "Encoder": kl_stages, "Decoder2D": hunyuan_stages, "Encoder2D": hunyuan_stages,
@@ -519,7 +519,7 @@ def known_parts(vae, op: str):
     if extra: raise UnknownStructure(f"{cls} has weights in {', '.join(extra)}, whose use is not known")
     return builder
 
-# %% ../nbs/07_stages.ipynb #70dbac3e
+# %% ../nbs/07_stages.ipynb #a5e351c7
 def chunks(
     op: str,  # "decode" or "encode"
     frames: int,  # latent frames to decode or frames to encode
@@ -546,7 +546,7 @@ def run_video(stages, x, op: str):
     state = {"cache": {}}
     return torch.cat([run(stages, x[:, :, t], state) for t in chunks(op, x.shape[2])], dim=2)
 
-# %% ../nbs/07_stages.ipynb #75d3b653
+# %% ../nbs/07_stages.ipynb #346cfbbc
 def _probe(vae, stages, op: str):
     "One small random call through the stages and through the class, which must be equal."
     p = next(vae.parameters())
@@ -581,7 +581,7 @@ def encoder_stages(
     "The encoder as stages. Windows of the image must start at multiples of the ratio."
     return vae_stages(vae, "encode")
 
-# %% ../nbs/07_stages.ipynb #90034e40
+# %% ../nbs/07_stages.ipynb #191c36f3
 def reach_of(
     stages,  # a run of stages; whole ones count as if they attended nowhere
 ) -> Fraction:  # one side, in cells of the coarser end: latents
