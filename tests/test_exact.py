@@ -106,3 +106,18 @@ def test_work_grows_smoothly_past_a_tile():
     one = plan("qwen-image", 256, 256, mode="untiled", free="64GiB").peak_bytes
     works = [plan("qwen-image", s * 8, s * 8, mode="exact", free=int(one * 1.25)).work_ratio * s**2 for s in range(30, 42)]
     assert all(b <= a * 1.35 for a, b in zip(works, works[1:])), works
+
+
+@pytest.mark.parametrize("name,mode", [("qwen-image", "exact"), ("flux1", "shared"), ("qwen-image", "untiled")])
+def test_rows_for_a_sink(name, mode):
+    "Bands from the top down, every row once, the same picture."
+    vae = tiny(name)
+    z = latent(vae, 21, 14)
+    kw = dict(mode=mode, tile=None if mode == "untiled" else 8, progress=False)
+    want, bands = decode(vae, z, **kw), []
+    assert decode(vae, z, sink=lambda y, rows: bands.append((y, rows.clone())), **kw) is None
+    assert [y for y, _ in bands] == [sum(r.shape[-2] for _, r in bands[:i]) for i in range(len(bands))]
+    assert torch.equal(torch.cat([r for _, r in bands], -2), want[:, :, 0] if want.ndim == 5 else want)
+    assert mode == "untiled" or len(bands) > 1
+    with pytest.raises(ValueError, match="one picture"): decode(vae, latent(vae, 4, 4, batch=2), sink=print)
+    with pytest.raises(ValueError, match="has no rows to give"): decode(vae, z, mode="blend", tile=8, sink=print)

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Report', 'blend', 'new_state', 'trimmed', 'run_window', 'run_tiles', 'fetched', 'layout_of', 'copied', 'new_map',
-           'softmax_chunks', 'band_rows', 'attend_bands', 'sampled_norms', 'Canvas', 'run_whole', 'run_segments',
-           'run_shared', 'product', 'execute']
+           'softmax_chunks', 'band_rows', 'attend_bands', 'sampled_norms', 'Canvas', 'Bands', 'run_whole',
+           'run_segments', 'run_shared', 'product', 'execute']
 
 # %% ../nbs/13_execution.ipynb #69810587
 from collections.abc import Callable
@@ -178,6 +178,25 @@ class Canvas:
 
     def result(self) -> list: return [self.maps[k] for k in sorted(self.maps)]
 
+class Bands:
+    "In place of a canvas: hands finished rows to `sink(y, rows)` from the top down; one band of tiles lives at a time, on the host."
+    def __init__(self, width: int, device, sink: Callable): self.width, self.device, self.sink, self.rows, self.done = width, device, sink, None, 0
+
+    def write(self, chunk: int, y: torch.Tensor, rows, cols):
+        if rows != self.rows:
+            self.flush()
+            self.rows, self.band = rows, new_map(y, (*y.shape[:-1], self.width), self.device, True)
+        self.band[..., slice(*cols)] = y
+
+    def flush(self):
+        if self.rows is None: return
+        self.sink(self.done, self.band[..., self.done - self.rows[0]:, :])  # the last band may begin above the one before's end
+        self.done, self.rows = self.rows[1], None
+
+    def result(self) -> list:
+        self.flush()
+        return []
+
 def run_whole(stages, maps: list, own: bool, device, host_in: bool, host_out: bool, norms=None) -> list:
     "The stages on whole maps, chunk after chunk; `maps` is emptied where it may be."
     state, out = new_state(len(maps) > 1, norms), []
@@ -193,7 +212,7 @@ def run_whole(stages, maps: list, own: bool, device, host_in: bool, host_out: bo
         del y, box, kept
     return out
 
-def run_segments(segments, stages, maps: list, device, report: Callable = lambda: None, norms=None, own=False, host=False) -> list:
+def run_segments(segments, stages, maps: list, device, report: Callable = lambda: None, norms=None, own=False, host=False, sink=None) -> list:
     "A plan's segments in order; `maps` is the latent or the image, one tensor per temporal chunk."
     for seg in segments:
         part = stages[seg.first:seg.last]
@@ -202,20 +221,20 @@ def run_segments(segments, stages, maps: list, device, report: Callable = lambda
             maps = [attend_bands(part[0], x if own else x.clone(), seg.grid[0], new_state(False, norms), host, device) for x in maps]
         else:
             h, w = (int(n * product(s.scale for s in part)) for n in maps[0].shape[-2:])
-            canvas = Canvas((h, w), device, seg.host)
+            canvas = Bands(w, device, sink) if sink and seg.last == len(stages) else Canvas((h, w), device, seg.host)
             run_tiles(part, maps, seg.grid, canvas.write, report, host, device, norms)
             maps = canvas.result()
             del canvas
         own, host = True, seg.host
     return maps
 
-def run_shared(plan, stages, maps: list, device, report) -> list:
+def run_shared(plan, stages, maps: list, device, report, sink=None) -> list:
     "The head whole, the statistics from a sample of its map, then the tail's tiles, which share them."
     cut, step = plan.statistics
     head, tail = (tuple(s for s in plan.segments if (s.last <= cut) == first) for first in (True, False))
     maps = run_segments(head, stages, maps, device, report)
     norms = sampled_norms(stages[cut:], maps[0], step, device)
-    return run_segments(tail, stages, maps, device, report, norms, True, head[-1].host)
+    return run_segments(tail, stages, maps, device, report, norms, True, head[-1].host, sink)
 
 def product(numbers):
     out = 1
@@ -228,19 +247,23 @@ def execute(plan,            # a Plan of the path untiled, exact or shared
             x: torch.Tensor, # (B, C, H, W) or (B, C, T, H, W); not changed
             *, progress: Callable | None = None,  # progress(tiles done, tiles in all)
             output_device: torch.device | str | None = None,
-           ) -> torch.Tensor:
-    "Run a plan on stages, one batch item after another."
+            sink: Callable | None = None,  # sink(y, rows): gets finished rows (1, C, h, W) from the top down, y in output cells
+           ) -> torch.Tensor | None:
+    "Run a plan on stages, one batch item after another. With a `sink` nothing is returned and no whole image is ever held."
     report, out, device = Report(progress, max(plan.calls, 1) * len(x)), None, x.device
     image = x.ndim == 5 and x.shape[2] == 1
     for b in range(len(x)):
         item = x[b:b + 1]
         maps = [item[:, :, 0]] if image else [item[:, :, t] for t in chunks(plan.op, x.shape[2])] if x.ndim == 5 else [item]
-        maps = run_shared(plan, stages, maps, device, report) if plan.statistics else run_segments(plan.segments, stages, maps, device, report)
+        if plan.statistics: maps = run_shared(plan, stages, maps, device, report, sink)
+        else: maps = run_segments(plan.segments, stages, maps, device, report, sink=sink)
+        if sink and not maps: return None
         y = maps.pop() if len(maps) == 1 else torch.cat(maps, 2)
         del maps
         if image: y = y.unsqueeze(2)
         if output_device is not None: y = y.to(output_device)
         if plan.calls <= 1: report()
+        if sink: return sink(0, y[:, :, 0] if image else y)
         if len(x) == 1: return y
         if out is None: out = y.new_empty((len(x), *y.shape[1:]))
         out[b:b + 1] = y

@@ -53,6 +53,7 @@ class Options:
     free_memory: Callable | None = None  # called when memory runs out, before anything smaller is tried
     measure: bool = False                # follow every allocation on the CPU, to report the actual peak (slow)
     tiled: bool = False                  # as if no more memory were free than a floor tile takes
+    sink: Callable | None = None         # gets finished rows instead of an image being returned
 
 # %% ../nbs/14_installing.ipynb #79b51b57
 def bar(progress, total: int):
@@ -108,6 +109,7 @@ def tile_call(vae, op: str, lean: bool):
 # %% ../nbs/14_installing.ipynb #9217b3b2
 def run_plan(plan: Plan, vae, x: torch.Tensor, options: Options) -> torch.Tensor:
     "One plan, run."
+    if options.sink is not None and not plan.segments: raise ValueError(f"sink: a {plan.path} plan has no rows to give before its end; exact and shared plans do")
     if plan.path == "stock":
         geometry = read_geometry(vae)
         return moved(stock(vae, plan.op, x, geometry) if geometry else raw(vae, plan.op, x), options.output_device)
@@ -119,7 +121,7 @@ def run_plan(plan: Plan, vae, x: torch.Tensor, options: Options) -> torch.Tensor
     if not plan.segments or (plan.path == "untiled" and not plan.lean) or (x.ndim == 5 and x.shape[2] > 1 and plan.path == "untiled"):
         return moved(raw(vae, plan.op, x), options.output_device)
     return execute(plan, stages_of(vae, plan.op, plan.lean), x, progress=bar(options.progress, plan.calls * len(x)),
-                   output_device=options.output_device)
+                   output_device=options.output_device, sink=options.sink)
 
 def moved(x: torch.Tensor, device) -> torch.Tensor: return x if device is None else x.to(device)
 
@@ -154,20 +156,22 @@ def run_ladder(plan: Plan, vae, x: torch.Tensor, options: Options) -> tuple[torc
     tried = []
     def go(p):
         out, words = attempt(lambda: run_plan(p, vae, x, options))
-        if words is not None:
-            tried.append(f"{p.path} ({mib(p.peak_bytes)})")
-            log.warning("out of memory in %s: %s", p, words)
-            release(x.device)
-        return out
-    if (out := go(plan)) is not None: return out, plan
-    if options.free_memory is not None:
-        options.free_memory()
-        if (out := go(plan)) is not None: return out, plan
+        if words is None: return True, out
+        tried.append(f"{p.path} ({mib(p.peak_bytes)})")
+        log.warning("out of memory in %s: %s", p, words)
+        release(x.device)
+        return False, None
+    for free in (None, options.free_memory):
+        if free: free()
+        elif tried: break
+        done, out = go(plan)
+        if done: return out, plan
     least = plan
     for make in smaller(plan, vae, x, options):
         nxt = make()
         if nxt.peak_bytes >= least.peak_bytes: continue
-        if (out := go(nxt)) is not None: return out, nxt
+        done, out = go(nxt)
+        if done: return out, nxt
         least = nxt
     raise torch.OutOfMemoryError(f"{plan.op} of {tuple(x.shape)}: out of memory in every plan: {', '.join(tried)}; "
                                  f"free {mib(free_of(x.device, options.free).total)}")
@@ -178,6 +182,7 @@ def plan_for(vae, op: str, x: torch.Tensor, options: Options, mode: str | None =
     ratio, video = ratio_of(vae), x.ndim == 5 and x.shape[2] > 1
     h, w = (n * ratio if op == "decode" else n for n in x.shape[-2:])
     out_host = options.output_device is not None and torch.device(options.output_device).type == "cpu" and x.device.type != "cpu"
+    out_host = out_host or options.sink is not None
     ask = lambda h, w, **kw: plan_of(vae, h, w, **{**dict(free=options.free if free is None else free, mode=mode or options.mode, tile=options.tile,
                                      dtype=x.dtype, op=op, lean=options.lean and not video, batch=len(x), frames=x.shape[2] if x.ndim == 5 else 1,
                                      out_host=out_host), **kw})
@@ -235,10 +240,12 @@ def decode(vae,
            progress: Callable | bool | None = None,  # progress(done, total); an exception in it stops the decode
            output_device: torch.device | str | None = None,  # where the image goes
            free_memory: Callable | None = None,  # called first when memory runs out
-          ) -> torch.Tensor:          # (B, C', [T',] H', W') in [-1, 1]
+           sink: Callable | None = None,  # sink(y, rows): gets finished rows (1, C', h, W') from the top down; nothing is returned
+          ) -> torch.Tensor | None:   # (B, C', [T',] H', W') in [-1, 1]
     "Decode once, in the memory there is; nothing is installed and nothing written on the VAE."
     vae = vae_of(vae)
-    return call(vae, "decode", z, Options(mode, free, tile, lean, progress, output_device, free_memory), plan)[0]
+    if sink is not None and (len(z) != 1 or z.ndim == 5 and z.shape[2] != 1): raise ValueError(f"sink: one picture at a time, not {tuple(z.shape)}")
+    return call(vae, "decode", z, Options(mode, free, tile, lean, progress, output_device, free_memory, sink=sink), plan)[0]
 
 def encode(vae,
            x: torch.Tensor,           # (B, C, H, W) or (B, C, T, H, W) image in [-1, 1]
