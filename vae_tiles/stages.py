@@ -12,16 +12,17 @@ __all__ = ['BAND', 'FAMILIES', 'NETS', 'UnknownStructure', 'Attend', 'Stage', 'h
            'wan_stages', 'known_class', 'known_parts', 'chunks', 'run', 'run_video', 'vae_stages', 'decoder_stages',
            'encoder_stages', 'reach_of']
 
-# %% ../nbs/07_stages.ipynb #1c046b16
+# %% ../nbs/07_stages.ipynb #96b78112
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-# %% ../nbs/07_stages.ipynb #0c926364
+# %% ../nbs/07_stages.ipynb #0ac1f1a4
 class UnknownStructure(ValueError):
     "An autoencoder whose parts are not recognised; the message names the part. Callers fall back to blending."
 
@@ -58,7 +59,7 @@ class Stage:
         return (math.floor((start - self.after[0]) / self.scale) - self.before[0],
                 math.ceil((stop + self.after[1]) / self.scale) + self.before[1])
 
-# %% ../nbs/07_stages.ipynb #71ffdc41
+# %% ../nbs/07_stages.ipynb #48ae6707
 def hooked(module) -> bool:
     "Whether calling `module` does more than its class's `forward`: hooks, or a `forward` replaced on the instance."
     if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module): return True
@@ -82,7 +83,7 @@ def unknown(module, name: str):
     "Raise: `module`, found at `name`, is not a layer that we know."
     raise UnknownStructure(f"{name} is a {type(module).__name__}, which is not recognised")
 
-# %% ../nbs/07_stages.ipynb #b431f49f
+# %% ../nbs/07_stages.ipynb #edd73d90
 def conv_reach(conv) -> int:
     "Cells that a stride-1 convolution (or a 1x1 Linear) sees beyond its own, one side."
     kernel = getattr(conv, "kernel_size", (1,))[-1]
@@ -92,7 +93,7 @@ def chain_reach(*convs) -> tuple[int, int]:
     "Reach of convolutions one after another, as (left, right)."
     return (sum(map(conv_reach, convs)),) * 2
 
-# %% ../nbs/07_stages.ipynb #a04e49ab
+# %% ../nbs/07_stages.ipynb #6f858d36
 def taken(x):
     "The map in `x`: `x` itself, or popped from the one-element list that gives it away."
     return x.pop() if isinstance(x, list) else x
@@ -105,7 +106,7 @@ def shared(state) -> bool:
     "Whether GroupNorms must read or write statistics."
     return bool(state) and ("norms" in state or "record" in state)
 
-# %% ../nbs/07_stages.ipynb #795dbe5a
+# %% ../nbs/07_stages.ipynb #8bbaa405
 BAND = 1 << 20  # elements of a map that are looked at in fp32 at a time, at least a 32nd of the map
 
 def bands(x, limit: int = 0):
@@ -130,18 +131,19 @@ def moments(
     groups: int,  # of channels
 ):  # (elements per group, mean (B, groups), variance (B, groups)), the latter two in fp32
     "Mean and population variance per group over all cells, stable, without a copy of the map."
-    total = None
+    total: Any = None
     for rows in bands(x):
         part = x[..., rows, :].to(acc_type(x))
         mean = part.mean((2, 3), keepdim=True)
         var = (part - mean).square_().mean((2, 3))
         total = merge(total, (part[0, 0].numel(), mean[..., 0, 0], var))
         if x.is_meta: break  # every band is like the first
-    n, mean, var = total[0], total[1].unflatten(1, (groups, -1)), total[2].unflatten(1, (groups, -1))
+    n, mean, var = total  # per channel
+    mean, var = mean.unflatten(1, (groups, -1)), var.unflatten(1, (groups, -1))
     centre = mean.mean(2)
     return n * mean.shape[2], centre, (var + (mean - centre[..., None]).square()).mean(2)
 
-# %% ../nbs/07_stages.ipynb #bc9085a7
+# %% ../nbs/07_stages.ipynb #01b7a722
 def record(x, module, state):
     "Note the statistics of `x` at GroupNorm `module` in `state[\"record\"]`, the cells in `state[\"crop\"]` only."
     rows, cols = state.get("crop") or (slice(None), slice(None))
@@ -171,7 +173,7 @@ def group_norm(
     for rows in bands(x): y[..., rows, :] = torch.addcmul(shift, x[..., rows, :].to(shift.dtype), scale)
     return y
 
-# %% ../nbs/07_stages.ipynb #21c39e28
+# %% ../nbs/07_stages.ipynb #30ed7756
 def fused(q, k, v) -> bool:
     "Whether torch has a kernel for these (B, 1, N, C) that keeps no scores."
     choose = getattr(torch, "_fused_sdp_choice", None)
@@ -185,7 +187,10 @@ def tokens_of(x):
 
 def attention_part(q, k, v, step: int):
     "Online softmax over keys, `step` of them at a time, for queries q (B, n, C)."
-    scale, top, acc, total, kind = q.shape[-1] ** -0.5, None, None, None, acc_type(q)
+    scale, kind = q.shape[-1] ** -0.5, acc_type(q)
+    top: Any = None
+    acc: Any = None
+    total: Any = None
     for i in range(0, k.shape[1], step):
         s = torch.bmm(q.to(kind) * scale, k[:, i:i + step].to(kind).transpose(1, 2))
         new = s.amax(-1, keepdim=True) if top is None else torch.maximum(top, s.amax(-1, keepdim=True))
@@ -210,7 +215,7 @@ def attention(
     for i in range(0, q.shape[1], side): out[:, i:i + side] = attention_part(q[:, i:i + side], k, v, side)
     return out
 
-# %% ../nbs/07_stages.ipynb #a331450b
+# %% ../nbs/07_stages.ipynb #cfd933dd
 def kl_resnet(m, name: str) -> Stage:
     "diffusers' `ResnetBlock2D` without time embedding or resampling."
     if not (m.time_emb_proj is None and m.upsample is None and m.downsample is None):
@@ -247,7 +252,7 @@ def kl_attention(m, name: str) -> Stage:
     attend = Attend(qkv, out) if usual else None
     return Stage(name, fn, whole=True, norms=(m.group_norm,), attend=attend, kind="attention", parts={"block": m})
 
-# %% ../nbs/07_stages.ipynb #cee10ef8
+# %% ../nbs/07_stages.ipynb #9fe1f19a
 def kl_upsample(m, name: str) -> Stage:
     "diffusers' `Upsample2D`: nearest 2x, then a convolution."
     if not m.use_conv or m.use_conv_transpose or not m.interpolate or m.norm is not None:
@@ -283,7 +288,7 @@ def kl_block(block, name: str) -> list:
         for i, m in enumerate(getattr(block, word, None) or ()): stages.append(make(m, f"{name}.{word}.{i}"))
     return stages
 
-# %% ../nbs/07_stages.ipynb #36d6142b
+# %% ../nbs/07_stages.ipynb #30e16275
 def kl_stages(vae, op: str) -> list:
     "`AutoencoderKL`, `AutoencoderKLFlux2`: diffusers' `Decoder` or `Encoder` between the quant convolutions."
     word = "decoder" if op == "decode" else "encoder"
@@ -306,7 +311,7 @@ def kl_stages(vae, op: str) -> list:
             Stage(f"{word}.conv_out", leave, before=chain_reach(conv_out), norms=(norm,), kind="conv_out",
                   parts={"norm": norm, "act": act, "conv": conv_out, "last": last})]
 
-# %% ../nbs/07_stages.ipynb #e7b1b3d0
+# %% ../nbs/07_stages.ipynb #97feb327
 def hunyuan_resnet(m, name: str) -> Stage:
     "`HunyuanImageResnetBlock`."
     own = hooked(m)
@@ -341,7 +346,7 @@ def hunyuan_layer(m, name: str) -> Stage:
     return Stage(name, lambda x, state=None: m(taken(x)), scale, chain_reach(m.conv),
                  kind="shuffle_up" if scale == 2 else "shuffle_down", parts={"block": m, "conv": m.conv})
 
-# %% ../nbs/07_stages.ipynb #58bba2cd
+# %% ../nbs/07_stages.ipynb #33856b5a
 def hunyuan_stages(vae, op: str) -> list:
     "`AutoencoderKLHunyuanImage`."
     word = "decoder" if op == "decode" else "encoder"
@@ -364,7 +369,7 @@ def hunyuan_stages(vae, op: str) -> list:
             Stage(f"{word}.conv_out", leave, before=chain_reach(conv_out), norms=(norm,), kind="conv_out",
                   parts={"norm": norm, "act": act, "conv": conv_out, "last": None, "group": getattr(net, "group_size", 0)})]
 
-# %% ../nbs/07_stages.ipynb #30186830
+# %% ../nbs/07_stages.ipynb #f6bba381
 def as_video(fn):
     "Let `fn` of (B, C, T, H, W) take and give (B, C, H, W) as well."
     def wrapped(x, state=None):
@@ -398,7 +403,7 @@ def conv_cached(conv, x, cache, i: int):
     cache[i] = last
     return y
 
-# %% ../nbs/07_stages.ipynb #ed9d250a
+# %% ../nbs/07_stages.ipynb #c230ad33
 def wan_resnet(m, name: str) -> Stage:
     "A causal residual block: RMS norm, convolution, twice."
     return Stage(name, as_video(call_cached(m, name)), before=chain_reach(m.conv1, m.conv2), kind="resnet",
@@ -409,8 +414,8 @@ def wan_resample(m, name: str) -> Stage:
     up = {"upsample2d": True, "upsample3d": True, "downsample2d": False, "downsample3d": False}.get(m.mode)
     if up is None: unknown(m, f"{name} ({m.mode})")
     conv = m.resample[1]
-    where = {"after": chain_reach(conv)} if up else {"before": (0, 1)}
-    return Stage(name, as_video(call_cached(m, name)), Fraction(2) if up else Fraction(1, 2), **where,
+    before, after = ((0, 0), chain_reach(conv)) if up else ((0, 1), (0, 0))
+    return Stage(name, as_video(call_cached(m, name)), Fraction(2) if up else Fraction(1, 2), before, after,
                  kind="up" if up else "down", parts={"block": m, "conv": conv})
 
 def wan_attention(m, name: str) -> Stage:
@@ -433,12 +438,12 @@ def wan_shortcut_block(block, name: str) -> Stage:
         kw = {"first_chunk": first} if up else {}
         return block(x, **kw) if cache is None else block(x, feat_cache=cache, feat_idx=[0], **kw)
     reach = sum(conv_reach(c) for m in block.resnets for c in (m.conv1, m.conv2))
-    if up: where = {"before": (reach, reach), "after": chain_reach(block.upsampler.resample[1])}
-    else: where = {"before": (reach, reach + (block.downsampler is not None))}
+    before = (reach, reach + (not up and block.downsampler is not None))
+    after = chain_reach(block.upsampler.resample[1]) if up else (0, 0)
     scale = Fraction(2) if up else Fraction(1, 2 if block.downsampler is not None else 1)
-    return Stage(name, as_video(fn), scale, **where, kind="up_block" if up else "down_block", parts={"block": block})
+    return Stage(name, as_video(fn), scale, before, after, kind="up_block" if up else "down_block", parts={"block": block})
 
-# %% ../nbs/07_stages.ipynb #e53cd184
+# %% ../nbs/07_stages.ipynb #3e553913
 def wan_block(block, name: str) -> list:
     "One entry of `up_blocks` or `down_blocks` as stages."
     kind = kind_of(block)
@@ -454,7 +459,7 @@ def wan_block(block, name: str) -> list:
     for i, m in enumerate(getattr(block, "upsamplers", None) or ()): stages.append(wan_resample(m, f"{name}.upsamplers.{i}"))
     return stages
 
-# %% ../nbs/07_stages.ipynb #b8cfedf5
+# %% ../nbs/07_stages.ipynb #2b999fe3
 def patchify(x, p: int):
     "(B, C, T, H p, W p) -> (B, C p p, T, H, W), channels in the classes' order."
     if p == 1: return x
@@ -491,7 +496,7 @@ def wan_stages(vae, op: str) -> list:
             Stage(name_out, as_video(leave), Fraction(out_p), chain_reach(conv_out), kind="conv_out",
                   parts={"norm": norm, "act": act, "conv": conv_out, "last": last, "patch": out_p, "clamp": op == "decode"})]
 
-# %% ../nbs/07_stages.ipynb #8c29cff8
+# %% ../nbs/07_stages.ipynb #d00fd9ee
 FAMILIES = {"AutoencoderKL": kl_stages, "AutoencoderKLFlux2": kl_stages, "AutoencoderKLHunyuanImage": hunyuan_stages,
             "AutoencoderKLWan": wan_stages, "AutoencoderKLQwenImage": wan_stages, "AutoencoderKLQwenImage21": wan_stages}
 NETS = {"Decoder": kl_stages, "Encoder": kl_stages, "Decoder2D": hunyuan_stages, "Encoder2D": hunyuan_stages,
@@ -519,7 +524,7 @@ def known_parts(vae, op: str):
     if extra: raise UnknownStructure(f"{cls} has weights in {', '.join(extra)}, whose use is not known")
     return builder
 
-# %% ../nbs/07_stages.ipynb #a5e351c7
+# %% ../nbs/07_stages.ipynb #18cf39ab
 def chunks(
     op: str,  # "decode" or "encode"
     frames: int,  # latent frames to decode or frames to encode
@@ -534,19 +539,17 @@ def run(
     state: dict | None = None,  # private to this map
 ):
     "All `stages` in order on one map, each map given away to the next stage."
-    box = x if given_away(x) else None
     for s in stages:
-        x = s.fn(x if box is None else box, state)
-        box = [x]
-        del x
-    return box.pop()
+        box = [s.fn(x, state)]
+        x = box
+    return taken(x)
 
 def run_video(stages, x, op: str):
     "All `stages` on a video (B, C, T, H, W), chunk by chunk as the class does."
-    state = {"cache": {}}
+    state: dict = {"cache": {}}
     return torch.cat([run(stages, x[:, :, t], state) for t in chunks(op, x.shape[2])], dim=2)
 
-# %% ../nbs/07_stages.ipynb #346cfbbc
+# %% ../nbs/07_stages.ipynb #78cb27cb
 def _probe(vae, stages, op: str):
     "One small random call through the stages and through the class, which must be equal."
     p = next(vae.parameters())
@@ -581,7 +584,7 @@ def encoder_stages(
     "The encoder as stages. Windows of the image must start at multiples of the ratio."
     return vae_stages(vae, "encode")
 
-# %% ../nbs/07_stages.ipynb #191c36f3
+# %% ../nbs/07_stages.ipynb #0883b2c2
 def reach_of(
     stages,  # a run of stages; whole ones count as if they attended nowhere
 ) -> Fraction:  # one side, in cells of the coarser end: latents
@@ -591,4 +594,4 @@ def reach_of(
         total += Fraction(max(s.before)) / scale
         scale *= s.scale
         total += Fraction(max(s.after)) / scale
-    return total * min(scale, 1)
+    return total * min(scale, Fraction(1))
