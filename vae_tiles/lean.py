@@ -10,7 +10,7 @@ __all__ = ['FEW', 'PLAIN', 'kernel', 'packed', 'layout', 'laid', 'overwritable',
            'not_plain', 'odd_conv', 'not_lean', 'weights_fit', 'lean_fn', 'lean_stages', 'why_not_lean', 'WindowRows',
            'feed', 'row_caps', 'sweep']
 
-# %% ../nbs/08_lean.ipynb #aacbe922
+# %% ../nbs/08_lean.ipynb #d7d7e52d
 from collections.abc import Iterator
 import math
 from dataclasses import replace
@@ -24,7 +24,7 @@ from vae_tiles.stages import (
     acc_type, affine_of, attention, given_away, hooked, kind_of, moments, patchify, record, shared, taken, unpatchify, vae_stages,
 )
 
-# %% ../nbs/08_lean.ipynb #9ce4f70d
+# %% ../nbs/08_lean.ipynb #ac3ffc12
 def kernel(conv):
     "The kernel of `conv` for single frames, (O, I, kh, kw): for a causal 3-D one, a view of its last slice in time."
     return conv.weight if conv.weight.ndim == 4 else conv.weight[:, :, -1]
@@ -34,7 +34,7 @@ def packed(conv):
     w = kernel(conv)
     return w.contiguous() if w.numel() * w.element_size() <= 4 << 20 else w
 
-# %% ../nbs/08_lean.ipynb #aa265894
+# %% ../nbs/08_lean.ipynb #8f5c242b
 def layout(x):
     "Channels last, except in fp32 on a CPU, where the kernels for it round four times more than those for planes."
     return torch.contiguous_format if x.device.type == "cpu" and x.dtype == torch.float32 else torch.channels_last
@@ -57,7 +57,7 @@ def new_map(
     size = (len(x), channels, height or x.shape[-2], width or x.shape[-1])
     return torch.empty(size, dtype=x.dtype, device=x.device, memory_format=layout(x))
 
-# %% ../nbs/08_lean.ipynb #a7f8d8fa
+# %% ../nbs/08_lean.ipynb #2c765422
 def up_kernels(w):
     "The four 2x2 kernels (4 O, I, 2, 2) that a 3x3 kernel (O, I, 3, 3) is on a map upsampled 2x."
     o, i = w.shape[:2]
@@ -80,7 +80,7 @@ def interleave(y, top: int = 0):
         out[..., a::2, b::2] = part[..., a:a + height, b:b + width] if top else part
     return out
 
-# %% ../nbs/08_lean.ipynb #9c461678
+# %% ../nbs/08_lean.ipynb #f6005b50
 def rms(m, x):
     "RMS norm and SiLU, as a function of a band of map `x`."
     gain = (m.gamma.to(acc_type(x)) * m.scale).view(1, -1, 1, 1)
@@ -104,7 +104,7 @@ def norm_act(m, x, state=None):
     "Norm `m`, then SiLU, for bands of `x`."
     return group(m, x, state) if isinstance(m, nn.GroupNorm) else rms(m, x)
 
-# %% ../nbs/08_lean.ipynb #07869e41
+# %% ../nbs/08_lean.ipynb #3bf12504
 def stack(x, *parts, right: int = 0):
     "Rows one below the other in a map like `x`: maps, None, or a number of rows of zeros; `right` columns of zeros at the side."
     some = [p for p in parts if p is not None]
@@ -129,7 +129,7 @@ class ConvRows:
         self.keep = None if end else y[..., -2 * self.pad:, :].clone()
         return F.conv2d(y, self.w, self.bias, padding=(0, self.pad)) if y.shape[-2] > 2 * self.pad else None
 
-# %% ../nbs/08_lean.ipynb #42c97ae1
+# %% ../nbs/08_lean.ipynb #fd3c5895
 class UpRows:
     "Nearest 2x upsampling and a 3x3 convolution, on bands of rows."
     def __init__(self, conv, few: bool = False):  # few: so few cells that making the small kernels costs more than they save
@@ -151,7 +151,7 @@ class DownRows:
         self.keep = None if end else y[..., 2 * n:, :-1].clone()
         return F.conv2d(laid(y[..., :2 * n + 1, :]), self.w, self.bias, stride=2) if n > 0 else None
 
-# %% ../nbs/08_lean.ipynb #768891ab
+# %% ../nbs/08_lean.ipynb #b39d4758
 class PointRows:
     "`fn` on bands of a multiple of `step` rows."
     def __init__(self, fn, step: int = 1): self.fn, self.step, self.keep = fn, step, None
@@ -185,7 +185,7 @@ class BesideRows:
         self.wait = left.clone() if left.shape[-2] else None
         return y
 
-# %% ../nbs/08_lean.ipynb #6ccbdfdd
+# %% ../nbs/08_lean.ipynb #ae425c6c
 def shortcut_rows(block):
     "The 1x1 convolution beside a residual block, or None where its input passes as it is."
     m = block.conv_shortcut
@@ -196,7 +196,7 @@ def resnet_rows(block, x, state=None):
     first, second = ConvRows(block.conv1, norm_act(block.norm1, x, state)), ConvRows(block.conv2, norm_act(block.norm2, x, state))
     return BesideRows(ChainRows(first, second), shortcut_rows(block))
 
-# %% ../nbs/08_lean.ipynb #c8b77db8
+# %% ../nbs/08_lean.ipynb #8572ecc9
 def band_bytes(x) -> int:
     "How much of a map to work on at a time: what caches hold on a CPU, a 32nd of the map but no less than 1 MiB elsewhere."
     if x.device.type == "cpu": return (torch.get_num_threads() + 1) << 20
@@ -231,7 +231,7 @@ def fill(
         done = rows.stop
     return out
 
-# %% ../nbs/08_lean.ipynb #971dcf9f
+# %% ../nbs/08_lean.ipynb #77e3a17c
 def resnet_maps(block, x, own: bool, state, limit: int):
     "A residual block whose second norm takes statistics of the whole map before it."
     short, channels = shortcut_rows(block), block.conv1.out_channels
@@ -247,7 +247,7 @@ def knows(norm, state) -> bool:
     if not isinstance(norm, nn.GroupNorm): return True
     return shared(state) and "record" not in state and norm in state.get("norms", ())
 
-# %% ../nbs/08_lean.ipynb #a408b40a
+# %% ../nbs/08_lean.ipynb #fbeda95a
 def duplicate(m):
     "A `DupUp3D` shortcut on single frames: channels spread over 2x2 cells."
     def fn(x):
@@ -273,7 +273,7 @@ def block_rows(s, x, state):
         return BesideRows(ChainRows(ConvRows(m.conv), PointRows(interleave)), PointRows(lambda x: interleave(x.repeat_interleave(m.repeats, 1))))
     return BesideRows(ChainRows(ConvRows(m.conv), PointRows(fold, 2)), PointRows(lambda x: fold(x).unflatten(1, (-1, m.group_size)).mean(2), 2))
 
-# %% ../nbs/08_lean.ipynb #22f1bb7e
+# %% ../nbs/08_lean.ipynb #674bd22a
 def enter_rows(s):
     "The first stage: patches, 1x1 convolution, convolution."
     p, first, conv, repeat = s.parts.get("patch", 1), s.parts.get("first"), ConvRows(s.parts["conv"]), s.parts.get("repeat")
@@ -306,7 +306,7 @@ def machine_of(
     if s.kind == "down": return DownRows(s.parts["conv"])
     return block_rows(s, x, state)
 
-# %% ../nbs/08_lean.ipynb #ef368ca2
+# %% ../nbs/08_lean.ipynb #be4c9e48
 def out_size(s, height: int, width: int) -> tuple[int, int, int]:
     "Channels, height and width that stage `s` makes of a map of that size."
     conv = s.parts.get("last") or s.parts.get("conv")
@@ -338,7 +338,7 @@ def lean_map(
     out = x if own and size == tuple(x.shape[1:]) and overwritable(x) else new_map(x, *size)
     return fill(machine_of(s, x, state), x, out, limit=limit)
 
-# %% ../nbs/08_lean.ipynb #9f0e8a86
+# %% ../nbs/08_lean.ipynb #953d7c03
 PLAIN = {"Conv2d", "CausalConv3d", "RMS_norm", "GroupNorm", "SiLU", "Dropout", "Identity", "Upsample", "ZeroPad2d", "Sequential",
          "ModuleList", "ResidualBlock", "ResnetBlock2D", "ResnetBlock", "Resample", "Upsample2D", "Downsample2D", "Downsample",
          "ResidualUpBlock", "ResidualDownBlock", "DupUp3D", "AvgDown3D"}
@@ -363,7 +363,7 @@ def odd_conv(m, kind: str) -> str:
     if m.stride[-1] == 1: return "" if m.kernel_size[-2] == k in (1, 3) and pad == k // 2 else "changes the size"
     return "" if k == 3 and pad == 0 and set(m.stride[-2:]) == {2} else "has another stride"
 
-# %% ../nbs/08_lean.ipynb #30b250b1
+# %% ../nbs/08_lean.ipynb #108dd72b
 def not_lean(s) -> str:
     "Why stage `s` may not be replaced, or an empty string."
     if s.kind == "attention": return "" if s.attend is not None else f"{s.name} has an attention of its own"
@@ -389,7 +389,7 @@ def weights_fit(s, x) -> bool:
     try: return not torch.is_autocast_enabled(x.device.type)
     except (TypeError, RuntimeError): return not torch.is_autocast_enabled()
 
-# %% ../nbs/08_lean.ipynb #60e2f578
+# %% ../nbs/08_lean.ipynb #db827870
 def lean_fn(s, limit: int = 0):
     "The function of stage `s` in its lean form, or by itself the module's own, where it must be."
     def fn(x, state=None):
@@ -419,7 +419,7 @@ def why_not_lean(
     "Which stages cannot be lean, and why."
     return [why for s in vae_stages(vae, op) if (why := not_lean(s))]
 
-# %% ../nbs/08_lean.ipynb #14747e6a
+# %% ../nbs/08_lean.ipynb #375f1bbf
 class WindowRows:
     "Any stage on bands of rows: its own function on windows with halos, cropped."
     def __init__(self, s, state=None): self.s, self.state, self.keep, self.top, self.done = s, state, None, 0, 0
@@ -443,7 +443,7 @@ class WindowRows:
         start, stop = self.s.needs(a, b)
         return max(0, start // step * step), -(-stop // step) * step
 
-# %% ../nbs/08_lean.ipynb #5bcd71a0
+# %% ../nbs/08_lean.ipynb #3b6fd6b0
 def feed(machines, caps, box, end):
     "Push the rows in `box` through `machines`, no more than `caps` at a time into each; yields what comes out."
     x = box.pop()
