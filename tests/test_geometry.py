@@ -1,5 +1,4 @@
 "Layouts over every length, and the published tile sizes."
-import csv
 from itertools import product
 
 import pytest
@@ -58,7 +57,7 @@ def test_published_tiles(row):
 
 def brute(vae, size_px, free_gib):
     "The same rule by trying every pair of tile counts, written apart."
-    g, n = STOCK[vae], size_px // STOCK[vae].ratio
+    n = size_px // STOCK[vae].ratio
     ok, best = fits(free_gib, FIGURE[vae], size_px), None
     for nh, nw in product(range(1, n), range(1, n)):
         h, w = (max(-(-(n + 16 * (k - 1)) // k), 32) for k in (nh, nw))

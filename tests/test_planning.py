@@ -34,13 +34,18 @@ CASES = [  # family, height, width, free GiB, op
 def test_a_real_cap_never_trips(vaes, name, h, w, free, op):
     vae, cap = vaes[name], int(free * 2**30)
     p = plan(vae, h, w, free=cap, op=op)
-    x = torch.empty(latent_shape(vae, h, w) if op == "decode" else encode_shape(vae, h // p.ratio, w // p.ratio), dtype=torch.bfloat16, device="meta")
-    with skimming(), Follow(cap=cap, layout_copies=True) as follow: (decode if op == "decode" else encode)(vae, x, plan=p, progress=False)
+    shape = latent_shape(vae, h, w) if op == "decode" else encode_shape(vae, h // p.ratio, w // p.ratio)
+    x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    with skimming(), Follow(cap=cap, layout_copies=True) as follow:
+        (decode if op == "decode" else encode)(vae, x, plan=p, progress=False)
     assert p.fits
     if p.path in ("untiled", "exact"): assert follow.peak <= p.peak_bytes * 1.05 + 2**20, (follow.peak / 2**20, p)
 
 
-@pytest.mark.parametrize("row", [r for r in published("decode_b200") if r["vae"].startswith("Qwen")], ids=lambda r: f"{r['vae']}-{r['size_px']}-{r['free_gib']}")
+QWEN = [r for r in published("decode_b200") if r["vae"].startswith("Qwen")]
+
+
+@pytest.mark.parametrize("row", QWEN, ids=lambda r: f"{r['vae']}-{r['size_px']}-{r['free_gib']}")
 def test_less_work_than_untiled(row):
     p = plan(NAME[row["vae"]], row["size_px"], row["size_px"], free=f"{row['free_gib']}GiB")
     assert p.path in ("exact", "untiled") and p.fits
@@ -85,9 +90,10 @@ def test_pathological_memory_is_refused(free):
 def test_huge_memory_is_untiled(): assert plan("flux1", 1024, 1024, free=10**18).path == "untiled"
 
 
-@pytest.mark.parametrize("kw,words", [(dict(height=1001), "multiple of 8"), (dict(height=0), "at least 8"), (dict(height=64.0), "height=64.0"),
-                                      (dict(mode="best"), "one of auto"), (dict(op="train"), "op='train'"), (dict(tile=-3), "tile=-3"),
-                                      (dict(vae_or_name="vae"), "no VAE named 'vae'"), (dict(vae_or_name="flux1", mode="exact"), "can be")])
+@pytest.mark.parametrize("kw,words", [
+    (dict(height=1001), "multiple of 8"), (dict(height=0), "at least 8"), (dict(height=64.0), "height=64.0"),
+    (dict(mode="best"), "one of auto"), (dict(op="train"), "op='train'"), (dict(tile=-3), "tile=-3"),
+    (dict(vae_or_name="vae"), "no VAE named 'vae'"), (dict(vae_or_name="flux1", mode="exact"), "can be")])
 def test_refused_requests(kw, words):
     with pytest.raises(ValueError, match=words): plan(**{**dict(vae_or_name="qwen-image", height=512, width=512, free="1GiB"), **kw})
 

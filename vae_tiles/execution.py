@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .blending import add_tile, tile_weights
 from .geometry import Layout
-from .search import Segment
 from .stages import attention, chunks, run
 from .windows import chain
 
@@ -114,7 +113,7 @@ def new_map(like: torch.Tensor, shape, device: torch.device, host: bool = False)
 # %% ../nbs/13_execution.ipynb #d8543990
 def softmax_chunks(q, chunks) -> torch.Tensor:  # q (B, n, C); chunks: pairs (k, v), each (B, m, C); gives (B, n, C)
     "Attention over keys and values that come in chunks: running maximum, running sum, in fp32."
-    scale, top = q.shape[-1] ** -.5, None
+    scale, top, acc, total = q.shape[-1] ** -.5, None, None, None
     for k, v in chunks:
         scores = torch.bmm(q.float() * scale, k.float().transpose(1, 2))
         new = scores.amax(-1, keepdim=True) if top is None else torch.maximum(top, scores.amax(-1, keepdim=True))

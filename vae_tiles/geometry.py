@@ -9,7 +9,6 @@ __all__ = ['FLOOR_SIDE', 'FLOOR_OVERLAP', 'Axis', 'stock_axis', 'draw_axis', 'me
 
 # %% ../nbs/01_geometry.ipynb #932b2a46
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import product
 
 # %% ../nbs/01_geometry.ipynb #f09fd3f3
@@ -111,11 +110,12 @@ class Layout:
 def draw_layout(ax, layout: Layout, title: str = "", cmap: str = "viridis"):
     "Draw how often each latent is decoded, with the outline of every tile."
     import numpy as np
+    from matplotlib.patches import Rectangle
     h, w = layout.canvas
     count = np.zeros((h, w), int)
     for (y0, y1), (x0, x1) in layout.tiles(): count[y0:y1, x0:x1] += 1
     im = ax.imshow(count, cmap=cmap, vmin=1, vmax=max(4, count.max()), extent=(0, w, h, 0))
-    for i, ((y0, y1), (x0, x1)) in enumerate(layout.tiles()):
+    for (y0, y1), (x0, x1) in layout.tiles():
         ax.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, fill=False, ec="w", lw=.8, alpha=.8))
     ax.set(title=title or f"{layout.grid[0]} x {layout.grid[1]} tiles of {layout.tile[0]} x {layout.tile[1]}",
            xlabel="latents", ylabel="latents")

@@ -23,13 +23,13 @@ from dataclasses import dataclass, replace
 import torch
 from tqdm.auto import tqdm
 
-from .budget import HEADROOM, budget as budget_of, free_memory as free_of
+from .budget import HEADROOM, free_memory as free_of
 from .execution import Report, blend, execute
 from .geometry import Layout, spread, tiles_needed
 from .peaks import Follow, is_oom, mib
 from .planning import Plan, modes_of, plan as plan_of, stages_of
 from .stages import UnknownStructure, run, run_video
-from .vaes import (attributes, check_image, check_latent, family_of, lock_of, ratio_of, read_geometry, resolve_tile,
+from .vaes import (attributes, check_image, check_latent, family_of, ratio_of, read_geometry, resolve_tile,
                             tiling_values, vae_of)
 
 # %% ../nbs/14_installing.ipynb #27a87c5d

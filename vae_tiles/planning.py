@@ -24,7 +24,7 @@ from .measure import figure as figure_of
 from .peaks import fingerprint, meta_vae, mib, remembered
 from .search import Segment, costs_of, fitted, stage_work, whole_peak
 from .stages import UnknownStructure, decoder_stages, encoder_stages
-from .vaes import channels_of, latent_dims, ratio_of, read_geometry
+from .vaes import channels_of, ratio_of, read_geometry
 from .windows import chain, lengths_of
 
 # %% ../nbs/12_planning.ipynb #6253f7b8

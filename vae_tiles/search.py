@@ -9,7 +9,6 @@ __all__ = ['SIDES', 'HOST_WORK', 'CALL_WORK', 'Curve', 'Cost', 'meta_map', 'stag
 
 # %% ../nbs/11_search.ipynb #a8829d54
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import lru_cache
 
 import numpy as np
@@ -260,7 +259,7 @@ def work_of(costs, segments, canvas) -> float:
     sizes = list(zip(*(lengths_of(side, [s.scale for s in stages]) for side in canvas)))
     total = 0.
     for seg in segments:
-        run, tiles = costs[seg.first:seg.last], seg.calls
+        run = costs[seg.first:seg.last]
         if len(run) == 1 and run[0].bands is not None and not seg.whole:
             n = sizes[seg.first][0] * sizes[seg.first][1]
             total += run[0].work(n) + run[0].qkv * n
