@@ -25,8 +25,8 @@ def data_folder() -> Path:
 
 # %% ../nbs/03_fixtures.ipynb #aad1638b
 PHOTOS = {  # name: (title, photographer, licence)
-    "seeding": ("Seeding", "Clemens Engelhardt", "CC0-1.0"),
-    "mountain": ("Aitzgorri", "Aitzol Berasategi", "CC-BY-4.0"),
+    "seeding": ("seeding", "Clemens Engelhardt", "CC0-1.0"),
+    "mountain": ("aitzgorri", "Aitzol Berasategi", "CC-BY-4.0"),
     "brushes": ("Picture 1A", 'Trevor "Freespace"', "CC-BY-4.0"),
 }
 
@@ -161,7 +161,9 @@ def load_vae(folder: str | Path,  # holds config.json and *.safetensors, as diff
     if not file.is_file(): raise ValueError(f"{folder} holds no config.json")
     cls = vae_class(json.loads(file.read_text()))
     if not any(folder.glob("*.safetensors")): raise ValueError(f"{folder} holds no .safetensors weights")
-    vae = cls.from_pretrained(folder, local_files_only=True, use_safetensors=True, torch_dtype=dtype or "auto")
+    from diffusers.utils import is_accelerate_available
+    vae = cls.from_pretrained(folder, local_files_only=True, use_safetensors=True, torch_dtype=dtype or "auto",
+                              low_cpu_mem_usage=is_accelerate_available())  # its default warns where that is missing
     return vae.eval().requires_grad_(False)
 
 # %% ../nbs/03_fixtures.ipynb #a7f1179a
