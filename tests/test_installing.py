@@ -148,12 +148,12 @@ def test_seams_fall_on_trained_vaes(name):
     z = vae.encode(as_input(photo("seeding", side, side), vae)).latent_dist.mode()
     whole = vae.decode(z).sample
     with tiling(vae, tile_size=None): stock = vae.decode(z).sample
-    wide = decode(vae, z, mode="blend", free=0 if r == 8 else None, tile=None if r == 8 else 32, progress=False)
+    wide = decode(vae, z, mode="blend", tile=48 if r == 8 else 32, progress=False)
     pick = lambda x: x.reshape(1, -1, side, side)[:, :3]
     gain = 0 if r == 8 else 3  # published: 38.0 to 38.6, 35.7 to 50.6, 21.8 to 28.3 or untiled
     assert psnr(pick(wide), pick(whole)) > psnr(pick(stock), pick(whole)) + gain
     assert worst_window(pick(wide), pick(whole)) < worst_window(pick(stock), pick(whole))
-    assert line_score(pick(wide - whole)) < line_score(pick(stock - whole))
+    assert line_score(pick(wide)) < line_score(pick(stock))
 
 
 def test_clamped_as_untiled_is():

@@ -192,7 +192,9 @@ def plan_for(vae, op: str, x: torch.Tensor, options: Options, mode: str | None =
         tile = ask(*(n * ratio for n in g.floor), mode="untiled", batch=1).peak_bytes
         whole = ask(h, w, mode="untiled").peak_bytes
         free = min(free_of(x.device, options.free if free is None else free).total, int(max(tile, whole / 4) * HEADROOM))
-        return ask(h, w, mode="exact", free=free)
+        found = ask(h, w, mode="exact", free=free)
+        return found if found.path != "untiled" else ask(h, w, mode="exact", free=free, tile=g.floor)
+    if (mode or options.mode) in ("blend", "stock"): return ask(h, w)
     return ask(h, w, tile=g.floor, **({"mode": "blend"} if (mode or options.mode) == "untiled" else {}))
 
 def call(vae, op: str, x: torch.Tensor, options: Options, plan: Plan | None = None) -> tuple[torch.Tensor, Plan]:
