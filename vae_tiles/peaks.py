@@ -418,7 +418,8 @@ def meta_vae(vae: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
 def _smallest(vae: nn.Module) -> tuple[int, tuple[int, ...]]:
     "How many latent channels `vae` has, and the shape of the picture that it makes of 4 by 4 latents: 4 or 5 dimensions."
     conv = getattr(vae, 'post_quant_conv', None) or getattr(getattr(vae, 'decoder', None), 'conv_in', None)
-    if conv is None or not hasattr(conv, 'weight'):
+    conv = next((m for m in conv.modules() if hasattr(m, 'weight')), None) if conv is not None else None  # it may be wrapped
+    if conv is None:
         raise ValueError(f'{type(vae).__name__}: no convolution that reads the latent (post_quant_conv or decoder.conv_in)')
     channels, copy, first = conv.weight.shape[1], meta_vae(vae), ''
     decode: Any = copy.decode
