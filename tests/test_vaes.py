@@ -154,3 +154,11 @@ def test_vae_of_a_pipeline():
     class Pipe: vae = tiny("flux1")
     assert vae_of(Pipe()) is Pipe.vae and vae_of(Pipe.vae) is Pipe.vae
     with pytest.raises(ValueError, match="neither a VAE"): vae_of(object())
+
+
+@pytest.mark.parametrize("size,tile,stride", [
+    (72, 72, 48), (80, 80, 56), (64, 64, 48), (8, 64, 48), (256, 256, 192), (100, 96, 72), (0, 256, 192), (-1, 256, 192),
+])
+def test_the_stride_is_three_quarters_rounded_down(size, tile, stride):
+    g = resolve_tile(tiny("qwen-image"), size)
+    assert (g.tile[0] * 8, g.stride[0] * 8) == (tile, stride)
