@@ -272,7 +272,10 @@ def plan_blend(r: Request) -> Plan:
     fits = lambda area: blend_peak(r, area, f) <= budget
     if r.tile: layout, why = even_layout(g, h, w, r.tile), ["the tile was asked for"]
     elif g.one_tile(h, w): layout, why = g.wide(h, w), ["the canvas is within one tile"]
-    elif r.op == "encode": layout, why = g.wide(h, w), ["tiles of 64 latents, overlaps of 32"]
+    elif r.op == "encode":  # no tile below 64 latents, no overlap below 32
+        layout = fewest_latents(g, h, w, fits)
+        why = [f"the fewest latents that fit, at {f:g} MiB a latent"] if layout else ["nothing fits: tiles of 64 latents, overlaps of 32"]
+        layout = layout or g.wide(h, w)
     elif g.small: layout, why = small_layout(r, g, fits, f)
     else: layout, why = large_layout(g, h, w, fits)
     if layout is None: return plan_stock(r, why)
