@@ -22,7 +22,7 @@ from .geometry import Geometry, Layout, fewest_calls, fewest_latents, spread, ti
 from .lean import lean_stages, why_not_lean
 from .measure import figure as figure_of
 from .peaks import fingerprint, meta_vae, mib, remembered
-from .search import Segment, costs_of, fitted, stage_work, whole_peak
+from .search import Segment, costs_of, fitted, measured_peak, stage_work, whole_peak
 from .stages import UnknownStructure, decoder_stages, encoder_stages
 from .vaes import channels_of, ratio_of, read_geometry
 from .windows import chain, lengths_of
@@ -211,9 +211,10 @@ def plan_shared(r: Request) -> Plan | None:
 def _shared_at(r: Request, costs, known, sizes, cut: int, step: int) -> Plan | None:
     "The shared plan of one cut and one step, or None."
     extra, size = out_bytes(r) * r.batch if r.batch > 1 else 0., sizes[cut]
-    head = whole_peak(costs[:cut], [h * w for h, w in sizes])
-    small = [-(-h // step) * -(-w // step) for h, w in sizes[cut:]]
-    pass_peak, held = whole_peak(costs[cut:], small), costs[cut - 1].out_bytes * size[0] * size[1]
+    sample, held = tuple(-(-n // step) for n in size), costs[cut - 1].out_bytes * size[0] * size[1]
+    small = [h * w for h, w in zip(*(lengths_of(n, [c.stage.scale for c in costs[cut:]]) for n in sample))]
+    if max(whole_peak(costs[:cut], [h * w for h, w in sizes]), whole_peak(costs[cut:], small)) > r.budget: return None
+    head, pass_peak = (measured_peak(c, (Segment(0, len(c)),), s, r.dtype, r.lean, r.copies) for c, s in ((costs[:cut], r.source), (costs[cut:], sample)))
     for host in (False, True) if r.copies else (False,):
         first = max(head, pass_peak + (0 if host else held)) + extra
         if first > r.budget: continue
