@@ -182,3 +182,15 @@ def test_weights_that_are_not_there(tmp_path):
     for vae in (tmp_path, tmp_path / "none"):
         invoke("decode", tmp_path / "z.safetensors", "--vae", vae, "-o", tmp_path / "a.png", code=2)
     assert demo_vae("flux1").dtype == torch.float32
+
+
+def test_peaks_of_a_folder_are_measured_kept_and_drawn(tmp_path, monkeypatch):
+    monkeypatch.setenv("VAE_TILES_FIGURES", str(tmp_path / "figures.csv"))
+    monkeypatch.setattr("vae_tiles.measure.SIDES", (4, 8))
+    tiny("qwen-image").save_pretrained(tmp_path / "vae")
+    import vae_tiles.measure as measure
+    monkeypatch.setattr(measure, "measure_peaks", lambda vae, real=measure.measure_peaks, **kw: real(vae, (4, 8), **kw))
+    rows = json.loads(invoke("peaks", tmp_path / "vae", "--save", "--plot", tmp_path / "peaks.png", "--json").stdout)
+    assert [r["side"] for r in rows] == [4, 8] and all(r["peak_bytes"] > 0 for r in rows)
+    assert (tmp_path / "figures.csv").is_file() and Image.open(tmp_path / "peaks.png").width > 100
+    invoke("peaks", "flux1", "--save", code=2)

@@ -234,8 +234,11 @@ def estimate(vae, size, tile_size, as_json):
 @cli.command(short_help="Peak memory per latent, which tile sizes are made from.")
 @click.argument("vae", metavar="NAME_OR_DIR")
 @click.option("--predict", is_flag=True, help="Predict from shapes, without a table and without running anything.")
+@click.option("--lean", is_flag=True, help="Measure the lean stages instead of the class's own call.")
+@click.option("--save", is_flag=True, help="Keep what was measured: plans go by it from then on.")
+@click.option("--plot", type=click.Path(dir_okay=False), help="Draw what was measured into this PNG.")
 @json_option
-def peaks(vae, predict, as_json):
+def peaks(vae, predict, lean, save, plot, as_json):
     """MiB of peak memory per latent of tile area: what tile sizes are made from.
 
     A NAME's figures come from the shipped table, and where that has none from a prediction; a DIR's VAE is measured here.
@@ -243,11 +246,17 @@ def peaks(vae, predict, as_json):
     \b
     vae-tiles peaks flux1
     vae-tiles peaks hunyuan-image-2.1 --predict
-    vae-tiles peaks model/vae
+    vae-tiles peaks model/vae --save --plot peaks.png
     """
-    from vae_tiles.measure import figure, measure_peaks, predict_figure
-    if vae_folder(vae) and not predict:
-        rows = measure_peaks(weights_of(vae, "auto", "auto")).to_dict("records")
+    from vae_tiles.measure import SIDES, figure, measure_peaks, plot_peaks, predict_figure, save_figures
+    measured = vae_folder(vae) and not predict
+    if (save or plot or lean) and not measured: raise ValueError("--lean, --save and --plot go with a folder's VAE, which is measured")
+    if measured:
+        with runs_bar(len(SIDES)) as tick:
+            frame = measure_peaks(weights_of(vae, "auto", "auto"), lean=lean, progress=lambda done, total: tick(f"{done} of {total} sides"))
+        if save: click.echo(f"kept in {save_figures(frame)}", err=True)
+        if plot: plot_peaks(frame).figure.savefig(plot, bbox_inches="tight")
+        rows = frame.to_dict("records")
         shown = [dict(side=r["side"], peak_mib=r["peak_bytes"] / 2**20, mib_per_latent=r["mib_per_latent"]) for r in rows]
     else:
         model, find = shapes_of(vae), predict_figure if predict else figure
