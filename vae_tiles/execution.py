@@ -4,18 +4,20 @@
 
 # %% auto #0
 __all__ = ['Report', 'blend', 'new_state', 'trimmed', 'run_window', 'run_tiles', 'fetched', 'layout_of', 'copied', 'new_map',
-           'softmax_chunks', 'band_rows', 'attend_bands', 'sampled_norms', 'Canvas', 'Bands', 'run_whole',
-           'run_segments', 'run_shared', 'product', 'execute']
+           'side_stream', 'Coming', 'ahead', 'softmax_chunks', 'band_rows', 'attend_bands', 'once', 'found_norms',
+           'sampled_norms', 'Canvas', 'Bands', 'run_whole', 'run_segments', 'run_shared', 'product', 'execute']
 
 # %% ../nbs/13_execution.ipynb #69810587
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .blending import add_tile, tile_weights
 from .geometry import Layout
-from .stages import attention, chunks, run
+from .peaks import skims
+from .stages import Enough, attention, chunks, run
 from .windows import chain
 
 # %% ../nbs/13_execution.ipynb #870e2978
@@ -76,18 +78,18 @@ def run_tiles(stages,                 # the segment's stages
               norms: dict | None = None,  # statistics that all tiles share
              ) -> None:
     "The stages on every tile of a segment, row by row."
-    h, w = maps[0].shape[-2:]
-    rows, cols = chain(h, stages, grid[0]), chain(w, stages, grid[1])
-    for i, r in enumerate(rows.windows):
-        for j, c in enumerate(cols.windows):
-            state = new_state(len(maps) > 1, norms)
-            for k, x in enumerate(maps):
-                window = x[..., slice(*r[0]), slice(*c[0])]
-                y = run_window(stages, [copied(window, device)] if host else window, r, c, state)
-                write(k, y, rows.cores[i], cols.cores[j])
-                del y
-            del state
-            report()
+    rows, cols = (chain(n, stages, g) for n, g in zip(maps[0].shape[-2:], grid))
+    tiles = [(i, j) for i in range(rows.n) for j in range(cols.n)]
+    parts = ahead((x[..., slice(*rows.windows[i][0]), slice(*cols.windows[j][0])] for i, j in tiles for x in maps), device, host)
+    for done, (i, j) in enumerate(tiles):
+        if skims(maps[0], done): break
+        state = new_state(len(maps) > 1, norms)
+        for k in range(len(maps)):
+            y = run_window(stages, next(parts), rows.windows[i], cols.windows[j], state)
+            write(k, y, rows.cores[i], cols.cores[j])
+            del y
+        del state
+        report()
 
 # %% ../nbs/13_execution.ipynb #2fe222df
 def fetched(x: torch.Tensor, device: torch.device, host: bool) -> torch.Tensor:
@@ -110,11 +112,48 @@ def new_map(like: torch.Tensor, shape, device: torch.device, host: bool = False)
         place = "meta" if device.type == "meta" else "cpu"  # meta stands for an accelerator and its host
         return torch.empty(shape, dtype=like.dtype, device=place, pin_memory=device.type == "cuda", **kw)
 
+# %% ../nbs/13_execution.ipynb #e1b08d40
+def side_stream(device: torch.device):
+    "The device's module and a new stream of it, where it has streams; else None."
+    if device.type not in ("cuda", "xpu"): return None
+    module = getattr(torch, device.type)
+    return module, module.Stream(device)
+
+class Coming:
+    "A window on its way from the host."
+    def __init__(self, part: torch.Tensor, device: torch.device, side):
+        self.side = side
+        if side is None: self.y = copied(part, device); return
+        module, stream = side
+        pinned = torch.empty_like(part, device="cpu", pin_memory=device.type == "cuda", memory_format=layout_of(part)).copy_(part)
+        self.y = torch.empty_like(pinned, device=device)
+        stream.wait_stream(module.current_stream(device))
+        with module.stream(stream): self.y.copy_(pinned, non_blocking=True)
+
+    def arrived(self) -> torch.Tensor:
+        "The window, once the stream that works may read it."
+        if self.side is not None: self.side[0].current_stream(self.y.device).wait_stream(self.side[1])
+        return self.y
+
+def ahead(parts: Iterable, device: torch.device, host: bool) -> Iterator:
+    "Windows as stages take them: views of a map on the device; from the host, lists that give them away, one copied ahead."
+    if not host:
+        yield from parts
+        return
+    side, coming = side_stream(device), None
+    for part in itertools.chain(parts, [None]):
+        here, coming = coming, None if part is None else Coming(part, device, side)
+        if here is None: continue
+        box = [here.arrived()]
+        del here
+        yield box
+
 # %% ../nbs/13_execution.ipynb #d8543990
-def softmax_chunks(q, chunks) -> torch.Tensor:  # q (B, n, C); chunks: pairs (k, v), each (B, m, C); gives (B, n, C)
+def softmax_chunks(q, chunks) -> torch.Tensor:  # q (B, n, C); chunks: pairs (k, v), each (B, m, C), or in lists that give them away; gives (B, n, C)
     "Attention over keys and values that come in chunks: running maximum, running sum, in fp32."
     scale, top, acc, total = q.shape[-1] ** -.5, None, None, None
     for k, v in chunks:
+        if isinstance(k, list): k, v = k.pop(), v.pop()
         scores = torch.bmm(q.float() * scale, k.float().transpose(1, 2))
         new = scores.amax(-1, keepdim=True) if top is None else torch.maximum(top, scores.amax(-1, keepdim=True))
         scores = scores.sub_(new).exp_()
@@ -153,11 +192,35 @@ def attend_bands(stage,                # a Stage with its attention taken apart
         band = here(x[..., a:b, :])
         q = stage.attend.qkv(band, state)[0]
         if not host: tokens = attention(q, keys, values)
-        else: tokens = softmax_chunks(q, ((here(keys[:, i * width:j * width]), here(values[:, i * width:j * width])) for i, j in bands))
+        else: tokens = softmax_chunks(q, zip(*(ahead((t[:, i * width:j * width] for i, j in bands), device, host) for t in (keys, values))))
         x[..., a:b, :] = stage.attend.out(tokens, band, state)
         del q, tokens, band
         report()
     return x
+
+# %% ../nbs/13_execution.ipynb #cde1dfc5
+def once(cores, i: int) -> tuple[int, int]:
+    "Core `i` without what the core before it covers."
+    return max(cores[i][0], cores[i - 1][1]) if i else 0, cores[i][1]
+
+def found_norms(stage,                  # of scale 1
+                x: torch.Tensor,        # the map before it, (1, C, H, W)
+                grid: tuple[int, int],  # tiles along the rows and the columns
+                host: bool, device: torch.device, norms: dict | None = None) -> dict:  # {norm: (mean, var)}, each (1, groups)
+    "The statistics that a stage's group norms see on the whole map, from passes over its tiles; beside those that are known."
+    norms = dict(norms or {})
+    rows, cols = (chain(n, [stage], g) for n, g in zip(x.shape[-2:], grid))
+    tiles = [(i, j) for i in range(rows.n) for j in range(cols.n)]
+    for norm in (n for n in stage.norms if n not in norms):
+        seen: dict = {}
+        parts = ahead((x[..., slice(*rows.windows[i][0]), slice(*cols.windows[j][0])] for i, j in tiles), device, host)
+        for done, (i, j) in enumerate(tiles):
+            if skims(x, done): break
+            crop = tuple(slice(a - w[0][0], b - w[0][0]) for (a, b), w in ((once(rows.cores, i), rows.windows[i]), (once(cols.cores, j), cols.windows[j])))
+            try: stage.fn(next(parts), {"norms": norms, "record": seen, "until": norm, "crop": crop})
+            except Enough: pass
+        norms[norm] = seen[norm][1:]
+    return norms
 
 # %% ../nbs/13_execution.ipynb #7ac56eea
 def sampled_norms(stages, x: torch.Tensor, step: int, device) -> dict:  # {norm: (mean, var)}, each (B, groups)
@@ -216,14 +279,15 @@ def run_segments(segments, stages, maps: list, device, report: Callable = lambda
     for seg in segments:
         part = stages[seg.first:seg.last]
         if seg.whole: maps = run_whole(part, maps, own, device, host, seg.host, norms)
-        elif len(part) == 1 and part[0].attend is not None:
-            maps = [attend_bands(part[0], x if own else x.clone(), seg.grid[0], new_state(False, norms), host, device) for x in maps]
         else:
-            h, w = (int(n * product(s.scale for s in part)) for n in maps[0].shape[-2:])
-            canvas = Bands(w, device, sink) if sink and seg.last == len(stages) else Canvas((h, w), device, seg.host)
-            run_tiles(part, maps, seg.grid, canvas.write, report, host, device, norms)
-            maps = canvas.result()
-            del canvas
+            known = found_norms(part[0], maps[0], seg.grid, host, device, norms) if len(part) == 1 else norms
+            if part[0].whole: maps = [attend_bands(part[0], x if own else x.clone(), seg.grid[0], new_state(False, known), host, device) for x in maps]
+            else:
+                h, w = (int(n * product(s.scale for s in part)) for n in maps[0].shape[-2:])
+                canvas = Bands(w, device, sink) if sink and seg.last == len(stages) else Canvas((h, w), device, seg.host)
+                run_tiles(part, maps, seg.grid, canvas.write, report, host, device, known)
+                maps = canvas.result()
+                del canvas
         own, host = True, seg.host
     return maps
 

@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['BAND', 'FAMILIES', 'NETS', 'UnknownStructure', 'Attend', 'Stage', 'hooked', 'bare', 'kind_of', 'unknown',
            'conv_reach', 'chain_reach', 'taken', 'given_away', 'shared', 'bands', 'acc_type', 'merge', 'moments',
-           'record', 'affine_of', 'group_norm', 'fused', 'tokens_of', 'attention_part', 'attention', 'kl_resnet',
-           'kl_attention', 'kl_upsample', 'kl_downsample', 'mid_stages', 'kl_block', 'kl_stages', 'hunyuan_resnet',
-           'hunyuan_attention', 'hunyuan_layer', 'hunyuan_stages', 'as_video', 'slots', 'call_cached', 'conv_cached',
-           'wan_resnet', 'wan_resample', 'wan_attention', 'wan_shortcut_block', 'wan_block', 'patchify', 'unpatchify',
-           'wan_stages', 'known_class', 'known_parts', 'chunks', 'run', 'run_video', 'vae_stages', 'decoder_stages',
-           'encoder_stages', 'reach_of']
+           'Enough', 'record', 'affine_of', 'group_norm', 'fused', 'tokens_of', 'attention_part', 'attention',
+           'kl_resnet', 'kl_attention', 'kl_upsample', 'kl_downsample', 'mid_stages', 'kl_block', 'kl_stages',
+           'hunyuan_resnet', 'hunyuan_attention', 'hunyuan_layer', 'hunyuan_stages', 'as_video', 'slots', 'call_cached',
+           'conv_cached', 'wan_resnet', 'wan_resample', 'wan_attention', 'wan_shortcut_block', 'wan_block', 'patchify',
+           'unpatchify', 'wan_stages', 'known_class', 'known_parts', 'chunks', 'run', 'run_video', 'vae_stages',
+           'decoder_stages', 'encoder_stages', 'reach_of']
 
 # %% ../nbs/07_stages.ipynb #96b78112
 import math
@@ -144,11 +144,16 @@ def moments(
     return n * mean.shape[2], centre, (var + (mean - centre[..., None]).square()).mean(2)
 
 # %% ../nbs/07_stages.ipynb #01b7a722
+class Enough(Exception):
+    "Stops a pass that only gathers statistics: the norm it came for has been seen."
+
 def record(x, module, state):
-    "Note the statistics of `x` at GroupNorm `module` in `state[\"record\"]`, the cells in `state[\"crop\"]` only."
+    "Note the statistics of `x` at GroupNorm `module` in `state[\"record\"]`: of the cells in `state[\"crop\"]`, up to norm `state[\"until\"]`."
+    if state.get("until", module) is not module: return
     rows, cols = state.get("crop") or (slice(None), slice(None))
     store = state["record"]
     store[module] = merge(store.get(module), moments(x[..., rows, cols], module.num_groups))
+    if "until" in state: raise Enough
 
 def affine_of(module, mean, var):
     "GroupNorm with known statistics is one scale and one shift per channel: both (B, C, 1, 1) in fp32."
