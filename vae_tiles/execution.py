@@ -5,13 +5,15 @@
 # %% auto #0
 __all__ = ['Report', 'blend', 'new_state', 'trimmed', 'run_window', 'run_tiles', 'fetched', 'layout_of', 'copied', 'new_map',
            'side_stream', 'Coming', 'ahead', 'softmax_chunks', 'band_rows', 'attend_bands', 'once', 'found_norms',
-           'sampled_norms', 'Canvas', 'Bands', 'run_whole', 'run_segments', 'run_shared', 'product', 'execute']
+           'picked', 'averaged', 'sampled_norms', 'Canvas', 'Bands', 'run_whole', 'run_segments', 'run_shared',
+           'product', 'execute']
 
 # %% ../nbs/13_execution.ipynb #69810587
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .blending import add_tile, tile_weights
@@ -223,10 +225,20 @@ def found_norms(stage,                  # of scale 1
     return norms
 
 # %% ../nbs/13_execution.ipynb #7ac56eea
-def sampled_norms(stages, x: torch.Tensor, step: int, device) -> dict:  # {norm: (mean, var)}, each (B, groups)
-    "The statistics that the stages' group norms see when they run on every `step`-th cell of a map."
-    seen: dict = {}
-    run(stages, [copied(x[..., step // 2::step, step // 2::step], device)], {"record": seen})
+def picked(x: torch.Tensor, step: int, device: torch.device) -> torch.Tensor:
+    "Every `step`-th cell of a map, a side."
+    return copied(x[..., step // 2::step, step // 2::step], device)
+
+def averaged(x: torch.Tensor, step: int, multiple: int) -> torch.Tensor:
+    "The means of `step` x `step` pixels; sides that are not a multiple of `multiple` lose the rest."
+    y = F.avg_pool2d(x, step)
+    return y[..., :y.shape[-2] // multiple * multiple, :y.shape[-1] // multiple * multiple]
+
+def sampled_norms(stages, sample: torch.Tensor) -> dict:  # {norm: (mean, var)}, each (B, groups)
+    "The statistics that the stages' group norms see on a small map, (1, C, H, W)."
+    seen, box = {}, [sample]
+    del sample
+    run(stages, box, {"record": seen})
     return {norm: (mean, var) for norm, (_, mean, var) in seen.items()}
 
 # %% ../nbs/13_execution.ipynb #1efdc90c
@@ -286,18 +298,23 @@ def run_segments(segments, stages, maps: list, device, report: Callable = lambda
                 h, w = (int(n * product(s.scale for s in part)) for n in maps[0].shape[-2:])
                 canvas = Bands(w, device, sink) if sink and seg.last == len(stages) else Canvas((h, w), device, seg.host)
                 run_tiles(part, maps, seg.grid, canvas.write, report, host, device, known)
+                if own: maps.clear()  # callers may hold the list
                 maps = canvas.result()
                 del canvas
         own, host = True, seg.host
     return maps
 
 def run_shared(plan, stages, maps: list, device, report, sink=None) -> list:
-    "The head whole, the statistics from a sample of its map, then the tail's tiles, which share them."
+    "A plan with shared statistics: they are those of the stages after the cut on decode, of those before it on encode."
     cut, step = plan.statistics
     head, tail = (tuple(s for s in plan.segments if (s.last <= cut) == first) for first in (True, False))
-    maps = run_segments(head, stages, maps, device, report)
-    norms = sampled_norms(stages[cut:], maps[0], step, device)
-    return run_segments(tail, stages, maps, device, report, norms, True, head[-1].host, sink)
+    if plan.op == "encode":
+        before = sampled_norms(stages[:cut], averaged(maps[0], step, int(1 / product(s.scale for s in stages[:cut]))))
+        maps, after = run_segments(head, stages, maps, device, report, before), None
+    else:
+        maps = run_segments(head, stages, maps, device, report)
+        after = sampled_norms(stages[cut:], picked(maps[0], step, device))
+    return run_segments(tail, stages, maps, device, report, after, True, head[-1].host, sink)
 
 def product(numbers):
     out = 1

@@ -131,7 +131,7 @@ def _modes(key, vae_ref, op):
     try: stages = stages_of(meta_vae(vae), op, False)
     except UnknownStructure: known = False
     readable = read_geometry(vae) is not None
-    shares = known and op == "decode" and any(s.norms for s in stages)
+    shares = known and any(s.norms for s in stages)
     return tuple(m for m, can in (("untiled", True), ("exact", known), ("shared", shares), ("blend", readable), ("stock", readable)) if can)
 
 def modes_of(vae, op: str = "decode") -> tuple[str, ...]:
@@ -166,6 +166,9 @@ class Request:
     def source(self) -> tuple[int, int]:  # the first stage's input, cells
         return self.canvas if self.op == "decode" else tuple(n * self.ratio for n in self.canvas)
     @property
+    def part(self) -> tuple[float, float] | None:  # of the canvas, that a tile's core is to be
+        return self.tile and tuple(t / n for t, n in zip(self.tile, self.canvas))
+    @property
     def pixels(self) -> int: return self.canvas[0] * self.canvas[1] * self.ratio**2
     def stock_work(self) -> float: return stock_work(self.vae, self.op, self.canvas, self.dtype)
 
@@ -181,7 +184,7 @@ def plan_exact(r: Request, untiled: bool = False) -> Plan | None:
     "The least work that fits: untiled if that fits, else exact tiles; None where no exact tiling fits."
     costs = r.costs()
     extra = out_bytes(r) * r.batch if r.batch > 1 else 0.  # items run one by one into the whole batch's result
-    kw = dict(out_host=r.out_host, host=r.copies, extra=extra, tile=r.tile, largest=(r.limits.nbytes or math.inf, r.limits.elements))
+    kw = dict(out_host=r.out_host, host=r.copies, extra=extra, tile=r.part, largest=(r.limits.nbytes or math.inf, r.limits.elements))
     if untiled: found = whole_segment(costs, r, extra)
     else: found = fitted(costs, r.source, r.budget, r.dtype, r.lean, r.copies, **kw)
     if found is None: return None
@@ -199,41 +202,48 @@ def plan_exact(r: Request, untiled: bool = False) -> Plan | None:
     return made(r, "exact", core, main.grid, peak, ratio, why, halo, cuts, calls, segments, price=price)
 
 # %% ../nbs/12_planning.ipynb #53d2ae67
-STEPS = (3, 5, 7)  # every how many-th cell, a side
+STEPS = {"decode": (3, 5, 7), "encode": (2, 4)}  # every how many-th cell is picked, a side; how many pixels are averaged
 MOST = 1.3         # times the work of diffusers' untiled call: what a better cut may cost
 
 def plan_shared(r: Request) -> Plan | None:
-    "Of the last two cuts after an upsampler the later one if its price is small, else the cheaper; then earlier cuts; None where none fits."
+    "Of the two cuts that leave the fewest stages to share, the better one if its price is small, else the cheaper; then other cuts; None where none fits."
     costs, known = r.costs(), r.costs("given")
     sizes = list(zip(*(lengths_of(n, [c.stage.scale for c in costs]) for n in r.source)))
-    cuts = [i + 1 for i, c in enumerate(costs) if c.stage.scale == 2]
-    at = lambda cut: next((p for step in STEPS if (p := _shared_at(r, costs, known, sizes, cut, step))), None)
-    late = [p for cut in cuts[:-3:-1] if (p := at(cut))]
-    if late: return late[0] if late[0].price_ratio <= MOST else min(late, key=lambda p: p.price_ratio)
-    return next((p for cut in cuts[-3::-1] if (p := at(cut))), None)
+    cuts = [i + 1 for i, c in enumerate(costs) if c.stage.scale != 1]
+    if r.op == "decode": cuts.reverse()  # the better ones first: fewer stages share
+    at = lambda cut: next((p for step in STEPS[r.op] if (p := _shared_at(r, costs, known, sizes, cut, step))), None)
+    good = [p for cut in cuts[:2] if (p := at(cut))]
+    if good: return good[0] if good[0].price_ratio <= MOST else min(good, key=lambda p: p.price_ratio)
+    return next((p for cut in cuts[2:] if (p := at(cut))), None)
 
 def _shared_at(r: Request, costs, known, sizes, cut: int, step: int) -> Plan | None:
     "The shared plan of one cut and one step, or None."
-    extra, size = out_bytes(r) * r.batch if r.batch > 1 else 0., sizes[cut]
-    sample, held = tuple(-(-n // step) for n in size), costs[cut - 1].out_bytes * size[0] * size[1]
-    small = [h * w for h, w in zip(*(lengths_of(n, [c.stage.scale for c in costs[cut:]]) for n in sample))]
-    if whole_peak(costs[cut:], small) > r.budget: return None
-    pass_peak = measured_peak(costs[cut:], (Segment(0, len(costs) - cut),), sample, r.dtype, r.lean, r.copies)
+    up, extra, size = r.op == "decode", out_bytes(r) * r.batch if r.batch > 1 else 0., sizes[cut]
+    sharing, (h, w) = (costs[cut:], size) if up else (costs[:cut], r.source)
+    unit = max(1, int(1 / math.prod(c.stage.scale for c in sharing)))
+    sample, held = tuple(-(-n // step) if up else n // step // unit * unit for n in (h, w)), sharing[0].in_bytes * h * w
+    if not min(sample): return None
+    small = [h * w for h, w in zip(*(lengths_of(n, [c.stage.scale for c in sharing]) for n in sample))]
+    if whole_peak(sharing, small) > r.budget: return None
+    pass_peak = measured_peak(sharing, (Segment(0, len(sharing)),), sample, r.dtype, r.lean, r.copies)
     kw = dict(host=r.copies, extra=extra, largest=(r.limits.nbytes or math.inf, r.limits.elements))
     for host in (False, True) if r.copies else (False,):
-        if (first := pass_peak + (0 if host else held) + extra) > r.budget: continue
-        head = fitted(costs[:cut], r.source, r.budget, r.dtype, r.lean, r.copies, out_host=host, **kw)
-        tail = head and fitted(known[cut:], size, r.budget, r.dtype, r.lean, r.copies, out_host=r.out_host, in_host=host, tile=r.tile, **kw)
+        if (first := pass_peak + (0 if host and up else held) + extra) > r.budget: continue
+        before, after = (costs[:cut], known[cut:]) if up else (known[:cut], costs[cut:])
+        tiles = ({}, {"tile": r.part}) if up else ({"tile": r.part}, {})
+        head = fitted(before, r.source, r.budget, r.dtype, r.lean, r.copies, out_host=host, **kw, **tiles[0])
+        tail = head and fitted(after, size, r.budget, r.dtype, r.lean, r.copies, out_host=r.out_host, in_host=host, **kw, **tiles[1])
         if not tail: continue
         first = max(first, head[1])
         segments = (*head[0], *(replace(s, first=s.first + cut, last=s.last + cut) for s in tail[0]))
-        sampled = sum(c.work(n) for c, n in zip(costs[cut:], small))
+        sampled = sum(c.work(n) for c, n in zip(sharing, small))
         work, price = (head[i] + sampled + tail[i] for i in (2, 3))
-        tiled = [s for s in segments if s.first >= cut and not s.whole]
+        tiled = [s for s in segments if (s.first >= cut) == up and not s.whole]
         main = max(tiled, key=lambda s: s.calls, default=segments[-1])
         core, halo = core_of(costs, main, r)
         name, calls = costs[cut].stage.name, sum(s.calls for s in tiled) or 1
-        why = [f"statistics of one cell in {step} x {step} before {name}, shared by all tiles", f"{work / r.stock_work():.2f}x the work of diffusers' untiled call"]
+        words = f"one cell in {step} x {step} before {name}" if up else f"the image averaged {step} x {step}, before {name}"
+        why = [f"statistics of {words}, shared by all tiles", f"{work / r.stock_work():.2f}x the work of diffusers' untiled call"]
         return replace(made(r, "shared", core, main.grid, max(first, tail[1]), work / r.stock_work(), why, halo,
                             [costs[s.first].stage.name for s in tiled], calls, segments, price=price / r.stock_work()), statistics=(cut, step))
     return None

@@ -170,7 +170,7 @@ def tile_options(costs, canvas, device_in: bool, tile=None, largest=(np.inf, np.
     stages = tuple(c.stage for c in costs)
     lengths = [lengths_of(n, [s.scale for s in stages]) for n in canvas]
     coarse = [min(L) for L in lengths]
-    sides = [cores(n) if tile is None else np.array([min(t, n)]) for n, t in zip(coarse, tile or (0, 0))]
+    sides = [cores(n) if tile is None else np.array([min(max(1, round(t * n)), n)]) for n, t in zip(coarse, tile or (0, 0))]
     counts = [-(-n // s) for n, s in zip(coarse, sides)]
     k = growth(stages)
     work, peak, alive = 0., 0., 0.
@@ -202,7 +202,7 @@ def search(costs: tuple[Cost, ...],
            budget: float,             # bytes
            out_host: bool = False,    # the result goes to the host
            host: bool = True,         # maps may lie on the host
-           tile: tuple[int, int] | None = None,  # this core (coarse cells) for every tiled segment
+           tile: tuple[float, float] | None = None,  # the core of every tiled segment, in parts of the canvas' sides
            extra: float = 0.,         # bytes that are held throughout
            in_host: bool = False,     # the first map lies on the host
            largest: tuple[float, float] = (np.inf, 2**31 - 1),  # bytes and elements that one tensor may have
