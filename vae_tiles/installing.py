@@ -188,7 +188,7 @@ def plan_for(vae, op: str, x: torch.Tensor, options: Options, mode: str | None =
                                      out_host=out_host), **kw})
     g = read_geometry(vae)
     if not options.tiled or options.tile or g is None or g.one_tile(h // ratio, w // ratio): return ask(h, w)
-    if (mode or options.mode) in ("auto", "exact", "untiled") and "exact" in modes_of(vae, op):
+    if (mode or options.mode) in ("auto", "exact", "untiled") and "shared" not in (can := modes_of(vae, op)) and "exact" in can:
         tile = ask(*(n * ratio for n in g.floor), mode="untiled", batch=1).peak_bytes
         whole = ask(h, w, mode="untiled").peak_bytes
         free = min(free_of(x.device, options.free if free is None else free).total, int(max(tile, whole / 4) * HEADROOM))

@@ -236,13 +236,12 @@ def resnet_maps(block, x, own: bool, state, limit: int):
     "A residual block whose second norm takes statistics of the whole map before it."
     short, channels = shortcut_rows(block), block.conv1.out_channels
     inside = own and short is not None and channels <= x.shape[1]
-    beside = lambda: x if short is None else fill(short, x, new_map(x, channels), limit=limit)
-    base = beside() if inside else None  # before x is overwritten
+    base = fill(short, x, new_map(x, channels), limit=limit) if inside else None  # before x is overwritten
     h = fill(ConvRows(block.conv1, norm_act(block.norm1, x, state)), x, x[:, :channels] if inside else new_map(x, channels), limit=limit)
     second = norm_act(block.norm2, h, state)  # a pass that only gathers statistics ends here
-    if base is None: base = beside()
+    if base is None: base = x if short is None else fill(short, x, new_map(x, channels), limit=limit)
     out = base if own or short is not None else new_map(x, channels)
-    del x, beside
+    del x
     return fill(ConvRows(block.conv2, second), h, out, base, limit)
 
 def knows(norm, state) -> bool:

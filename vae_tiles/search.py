@@ -189,8 +189,8 @@ CALL_WORK = 2e8   # multiply-adds that a call with its launches is worth: betwee
 
 def loose_stages(costs) -> range:
     "Where tiles of a given size are asked for: the maps between which stages may still run whole, up to attention and no more."
-    whole = [i for i, c in enumerate(costs) if c.stage.whole] or [0]
     up = np.prod([float(c.stage.scale) for c in costs]) >= 1
+    whole = [i for i, c in enumerate(costs) if c.stage.whole] or [0 if up else len(costs)]
     return range(0, whole[-1] + 2) if up else range(whole[0], len(costs) + 1)
 
 def whole_peak(costs, cells) -> float:
