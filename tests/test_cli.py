@@ -49,7 +49,7 @@ def test_plan_json_is_to_dict(name):
     (["plan", "flux1", "--size", "4k"], "such as 1024x1536"),
     (["plan", "flux1", "--size", "0x512"], "such as 1024x1536"),
     (["plan", "flux1", "--size", "512", "--mode", "best"], "best"),
-    (["plan", "flux1", "--size", "512", "--mode", "exact"], "exact"),
+    (["plan", "wan", "--size", "512", "--mode", "shared"], "shared"),
     (["plan", "flux1", "--size", "512", "--free", "lots"], "lots"),
     (["plan", "flux1", "--size", "512", "--free", "-1GiB"], ""),
     (["plan", "flux1", "--size", "512", "--nonsense"], "nonsense"),
