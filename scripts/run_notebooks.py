@@ -17,7 +17,6 @@ import io
 import os
 import re
 import sys
-import threading
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
@@ -135,7 +134,7 @@ def _child(pipe, path: Path, force: frozenset[str], store: bool) -> None:
     pipe.close()
 
 
-def _isolated(path: Path, force: frozenset[str], store: bool) -> Outcome:
+def isolated(path: Path, force: frozenset[str] = frozenset(), store: bool = False) -> Outcome:
     """Run `path` in a process of its own, forked from one that has only imported the slow libraries."""
     context = get_context("forkserver" if "forkserver" in get_all_start_methods() else "spawn")
     if hasattr(context, "set_forkserver_preload"):
@@ -153,35 +152,12 @@ def _isolated(path: Path, force: frozenset[str], store: bool) -> Outcome:
     return outcome
 
 
-class Runs:
-    """Notebooks on their way, each in a process of its own with one thread; no state is shared."""
-
-    def __init__(
-        self,
-        paths: list[Path],
-        force: frozenset[str] = frozenset(),  # flags whose cells run after all
-        store: bool = False,  # write outputs back?
-        workers: int | None = None,  # notebooks at a time; default: cores, at most 4
-    ):
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        workers = workers or min(os.cpu_count() or 1, 4)
-        self._places = threading.Semaphore(workers)
-        self._pool = ThreadPoolExecutor(workers + 1)
-        self.futures = {path: self._pool.submit(self._one, path, force, store) for path in paths}
-        self._pool.shutdown(wait=False)
-
-    def _one(self, path: Path, force: frozenset[str], store: bool) -> Outcome:
-        with self._places:
-            return _isolated(path, force, store)
-
-    def widen(self) -> None:
-        """From here on, one more at a time."""
-        self._places.release()
-
-    def stop(self) -> None:
-        """Start no more of them."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+def run_all(paths: list[Path], force: frozenset[str], store: bool, workers: int | None = None):
+    """The outcome of each notebook, in their order; `workers` at a time (default: cores, at most 4), one thread each."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    with ThreadPoolExecutor(workers or min(os.cpu_count() or 1, 4)) as pool:
+        yield from pool.map(lambda path: isolated(path, force, store), paths)
 
 
 def faults(path: Path) -> list[str]:
@@ -222,8 +198,7 @@ def main() -> int:
             print(line, file=sys.stderr)
         print(f"{len(paths)} notebooks looked at, {bad} faults")
         return bool(bad)
-    for future in Runs(paths, frozenset(args.flags), not args.test, args.workers).futures.values():
-        outcome = future.result()
+    for outcome in run_all(paths, frozenset(args.flags), not args.test, args.workers):
         bad += bool(outcome.failed)
         print(f"{outcome.name}: {outcome.ran} cells, {outcome.seconds:.1f} s{', FAILED' if outcome.failed else ''}")
         if outcome.failed:

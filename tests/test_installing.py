@@ -144,12 +144,12 @@ def test_blend_is_stock_where_stock_meets_the_floor(name):
 def test_seams_fall_on_trained_vaes(name):
     vae = demo_vae(name)
     r = spatial_ratio(vae)
-    side = {8: 72, 16: 48, 32: 36}[r] * r
-    z = vae.encode(as_input(photo("seeding", side, side), vae)).latent_dist.mode()
+    h, w = {8: (72, 72), 16: (48, 48), 32: (36, 13)}[r]
+    z = vae.encode(as_input(photo("seeding", h * r, w * r), vae)).latent_dist.mode()
     whole = vae.decode(z).sample
     with tiling(vae, tile_size=None): stock = vae.decode(z).sample
     wide = decode(vae, z, mode="blend", tile=48 if r == 8 else 32, progress=False)
-    pick = lambda x: x.reshape(1, -1, side, side)[:, :3]
+    pick = lambda x: x.reshape(1, -1, h * r, w * r)[:, :3]
     gain = 0 if r == 8 else 3  # published: 38.0 to 38.6, 35.7 to 50.6, 21.8 to 28.3 or untiled
     assert psnr(pick(wide), pick(whole)) > psnr(pick(stock), pick(whole)) + gain
     assert worst_window(pick(wide), pick(whole)) < worst_window(pick(stock), pick(whole))
@@ -281,7 +281,7 @@ class Fails:
 @pytest.mark.parametrize("name", ["qwen-image", "flux1", "hunyuan-image-2.1"])
 def test_ladder(monkeypatch, caplog, name, n):
     vae = tiny(name)
-    z = latent(vae, 48, 40)
+    z = latent(vae, *((16, 12) if spatial_ratio(vae) == 32 else (48, 40)))
     want, before = vae.decode(z).sample, state(vae)
     fails = Fails(monkeypatch, n)
     try: got = decode(vae, z, progress=False)
@@ -332,4 +332,4 @@ def test_gradients_take_the_class_own_way():
 def test_every_demo_vae_is_installable():
     for name in DEMOS:
         with install(demo_vae(name), progress=False) as handle:
-            handle.vae.decode(torch.randn(latent_shape(handle.vae, 64, 64)))
+            handle.vae.decode(latent(handle.vae, 3, 2))

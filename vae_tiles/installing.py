@@ -27,7 +27,7 @@ from .budget import HEADROOM, free_memory as free_of
 from .execution import Report, blend, execute
 from .geometry import Layout, spread, tiles_needed
 from .peaks import Follow, is_oom, mib
-from .planning import Plan, modes_of, plan as plan_of, stages_of
+from .planning import Plan, check_mode, modes_of, plan as plan_of, request, stages_of
 from .stages import UnknownStructure, run, run_video
 from .vaes import (attributes, check_image, check_latent, family_of, ratio_of, read_geometry, resolve_tile,
                             tiling_values, vae_of)
@@ -366,4 +366,6 @@ def check_options(vae, options: Options, encode_tile) -> None:
     ratio = ratio_of(vae)
     if not ratio: raise ValueError(f"{type(vae).__name__}: its pixels per latent cannot be read")
     for tile in (options.tile, encode_tile):
-        plan_of(vae, ratio * 8, ratio * 8, free=options.free, mode=options.mode, tile=tile, lean=options.lean)
+        request(vae, ratio, ratio, free=options.free, mode=options.mode, tile=tile, dtype=torch.float32, op="decode", lean=options.lean,
+                batch=1, frames=1, figure=None)
+    check_mode(vae, "decode", options.mode)

@@ -6,7 +6,8 @@
 __all__ = ['PATHS', 'MODES', 'STEPS', 'MOST', 'KEEP_STOCK', 'Plan', 'svg_of', 'subject', 'stages_of', 'meta_costs', 'stock_work',
            'modes_of', 'Request', 'made', 'plan_exact', 'plan_shared', 'is_banded', 'out_bytes', 'whole_segment',
            'core_of', 'blend_peak', 'plan_blend', 'small_layout', 'large_layout', 'even_layout', 'max_tile',
-           'plan_untiled', 'plan_stock', 'request', 'not_lean', 'plan', 'structure_known', 'smallest', 'plan_auto']
+           'plan_untiled', 'plan_stock', 'request', 'check_mode', 'not_lean', 'plan', 'structure_known', 'smallest',
+           'plan_auto']
 
 # %% ../nbs/12_planning.ipynb #a4e753e7
 import math
@@ -371,6 +372,12 @@ def request(vae_or_name, height, width, *, free, mode, tile, dtype, op, lean, ba
     return Request(vae, op, canvas, ratio, read_geometry(vae), dtype, bool(lean), budget_of(device, memory),
                    budget_of(device, memory, count_cache=False), batch, frames, tile, figure, out_host, device.type != "cpu", limits(device), why)
 
+def check_mode(vae, op: str, mode: str) -> tuple[str, ...]:
+    "The paths that a VAE can take, if `mode` is one of them; an error otherwise."
+    can = modes_of(vae, op)
+    if mode == "auto" or mode in can: return can
+    raise ValueError(f"mode={mode!r}: {type(vae).__name__} can be {', '.join(can)} on {op}")
+
 def not_lean(vae, op: str) -> str:
     "Why a VAE's stages cannot be lean, or nothing."
     try: return next(iter(why_not_lean(vae, op)), "")
@@ -394,9 +401,7 @@ def plan(vae_or_name,  # a VAE on any device, or one of `NAMES`: the full-width 
     "How to decode (or encode) a canvas in the memory that is free. Raises ValueError for what cannot be."
     r = request(vae_or_name, height, width, free=free, mode=mode, tile=tile, dtype=dtype, op=op, lean=lean, batch=batch,
                 frames=frames, figure=figure, out_host=out_host)
-    can = modes_of(r.vae, op)
-    if mode != "auto" and mode not in can:
-        raise ValueError(f"mode={mode!r}: {type(r.vae).__name__} can be {', '.join(can)} on {op}")
+    can = check_mode(r.vae, op, mode)
     if mode == "auto": return plan_auto(r, can)
     if mode == "stock": return plan_stock(r, ("stock tiles were asked for",))
     if mode == "blend": return plan_blend(r)
