@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .installing import Options, host_of, run_plan
 from .measure import named_vae
-from .peaks import BOUND, Follow, apart, decode_shape, encode_shape, fingerprint, remembered, rounded, to_meta
+from .peaks import BOUND, Follow, apart, decode_shape, encode_shape, fingerprint, remembered, rounded, skimming, to_meta
 from .vaes import attributes, ratio_of, read_geometry, resolve_tile, tiling, vae_of
 
 # %% ../nbs/15_estimates.ipynb #b5d30e9f
@@ -104,7 +105,7 @@ def _joined(net, x: Tensor, side: int, stride: int, keep: int) -> Tensor:
 
 def _call(vae: nn.Module, op: str, x: Tensor):
     "The class's own call, or, where its tiled encode cannot run, the loop that it means."
-    try: return getattr(vae, op)(x, return_dict=False)
+    try: return getattr(vae, op)(x)
     except ValueError:
         if op != 'encode' or x.ndim != 4 or not getattr(vae, 'use_tiling', False): raise
         if (g := read_geometry(vae)) is None: raise
@@ -129,8 +130,9 @@ def _estimate(vae, height, width, op, tile_size, dtype, device, batch) -> int:
     dtype, kind = dtype or p.dtype, torch.device(device if device is not None else p.device).type
     shape = (decode_shape if op == 'decode' else encode_shape)(vae, height // ratio, width // ratio, batch)
     tiles = _scope(vae, tile_size)
-    key = ('estimate', fingerprint(vae), op, shape, str(tiles), getattr(vae, 'use_slicing', False), dtype, kind == 'cpu')
-    return remembered(key, lambda: _count(vae, op, shape, tiles, dtype, kind != 'cpu'))
+    own = hasattr(type(vae), 'tile_plan') and tile_size is not None and max(height, width) > tiles['tile_latent_min_size'] * ratio
+    key = ('estimate', fingerprint(vae), op, shape, str(tiles), getattr(vae, 'use_slicing', False), dtype, kind == 'cpu', getattr(vae, 'tile_mode', ''))
+    return remembered(key, lambda: (_count_own if own else _count)(vae, op, shape, tiles, dtype, kind != 'cpu'))
 
 # %% ../nbs/15_estimates.ipynb #39c8e17f
 def _scope(vae: nn.Module, tile_size: int | None) -> dict:
@@ -154,6 +156,21 @@ def _count(vae: nn.Module, op: str, shape: tuple[int, ...], tiles: dict, dtype: 
             try: _call(made, op, x)
             finally: tab.follow = None
     return follow.peak
+
+# %% ../nbs/15_estimates.ipynb #aaf7e904
+def _count_own(vae: nn.Module, op: str, shape: tuple[int, ...], tiles: dict, dtype: torch.dtype, accelerator: bool) -> int:
+    "Run the tiles that a class of its own would run, as if memory were free, and read the books."
+    made, ratio = to_meta(vae, dtype).eval(), 1 if op == 'decode' else ratio_of(vae)
+    made.__dict__.update(tiles)
+    planner = made if accelerator else vae
+    with attributes(planner, **tiles):
+        plan = planner.tile_plan(op, tuple(n // ratio for n in shape[-2:]), dtype, torch.device('meta' if accelerator else 'cpu'), free=2**60)
+    x = torch.empty((1, *shape[1:]), dtype=dtype, device='meta')
+    with torch.no_grad(), apart(), skimming(), Follow(layout_copies=accelerator) as follow:
+        y = made.in_tiles(op, x) if plan is None else run_plan(plan, made, x, Options(progress=False, output_device=host_of(x)))
+    one, peak = y.numel() * y.element_size(), follow.peak
+    if accelerator: peak = max(int((peak - (y.numel() * 4 if plan is None else 0)) * BOUND), one)  # put together on the host in fp32, if blended
+    return peak + (one * shape[0] if shape[0] > 1 else 0)
 
 # %% ../nbs/15_estimates.ipynb #702c649e
 def estimate_decode(vae,  # a VAE, a pipeline with one, or the name of a real one such as 'flux1'

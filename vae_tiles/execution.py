@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .blending import add_tile, tile_weights
+from .blending import DEAD, RAMP, add_tile, tile_weights
 from .geometry import Layout
 from .peaks import skims
 from .stages import Enough, attention, chunks, run
@@ -38,10 +38,12 @@ def blend(fn: Callable,      # tile -> decoded or encoded tile
           out: int,          # output cells per latent: the ratio on decode, 1 on encode
           report: Callable = lambda: None,
           device: torch.device | None = None,  # of the accumulator; None: where x is
+          dead: float = DEAD, ramp: float = RAMP,  # latents, see `axis_weights`
          ) -> torch.Tensor:  # (B, C', [T',] H', W') of x's dtype
     "Every tile through `fn`, one at a time, added by weight into one fp32 accumulator."
     total, (h, w) = None, (n * out for n in layout.canvas)
-    for ((y0, y1), (x0, x1)), weights in zip(layout.tiles(), tile_weights(layout, out)):
+    for done, (((y0, y1), (x0, x1)), weights) in enumerate(zip(layout.tiles(), tile_weights(layout, out, dead, ramp))):
+        if skims(x, done): break
         tile = fn(x[..., y0 * into:y1 * into, x0 * into:x1 * into])
         if total is None: total = torch.zeros(*tile.shape[:-2], h, w, dtype=torch.float32, device=device or tile.device)
         add_tile(total, tile, y0 * out, x0 * out, weights)

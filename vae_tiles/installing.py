@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['log', 'METHODS', 'say_once', 'Options', 'bar', 'raw', 'moments_of', 'stock', 'clamped', 'stock_encodes',
-           'even_stock_encode', 'tile_call', 'run_plan', 'moved', 'attempt', 'release', 'smaller', 'run_ladder',
-           'plan_for', 'call', 'wants_grad', 'Meter', 'decode', 'encode', 'posterior', 'Method', 'own_method',
-           'Installed', 'sample', 'latents', 'install', 'Off', 'check_options']
+           'even_stock_encode', 'tile_call', 'run_plan', 'moved', 'host_of', 'attempt', 'release', 'smaller',
+           'run_ladder', 'plan_for', 'call', 'wants_grad', 'Meter', 'decode', 'encode', 'posterior', 'Method',
+           'own_method', 'Installed', 'sample', 'latents', 'install', 'Off', 'check_options']
 
 # %% ../nbs/14_installing.ipynb #bc60b678
 import inspect
@@ -69,6 +69,7 @@ def bar(progress, total: int):
 # %% ../nbs/14_installing.ipynb #da84cb5f
 def raw(vae, op: str, x: torch.Tensor) -> torch.Tensor:
     "The class's own untiled call: a sample, or the moments."
+    if own := getattr(type(vae), "whole", None): return own(vae, op, x)
     with attributes(vae, use_tiling=False):
         out = getattr(type(vae), op)(vae, x, return_dict=False)[0]
     return out if op == "decode" else moments_of(out)
@@ -79,6 +80,7 @@ def moments_of(posterior) -> torch.Tensor:
 
 def stock(vae, op: str, x: torch.Tensor, geometry) -> torch.Tensor:
     "The class's own tiled call, with the stock geometry that was read."
+    if own := getattr(type(vae), "in_tiles", None): return own(vae, op, x)
     if op == "encode" and not stock_encodes(vae): return even_stock_encode(vae, x, geometry)
     call = getattr(type(vae), "_tiled_encode" if op == "encode" and hasattr(type(vae), "_tiled_encode") else f"tiled_{op}")
     with attributes(vae, use_tiling=True, **tiling_values(geometry)):
@@ -124,6 +126,10 @@ def run_plan(plan: Plan, vae, x: torch.Tensor, options: Options) -> torch.Tensor
                    output_device=options.output_device, sink=options.sink)
 
 def moved(x: torch.Tensor, device) -> torch.Tensor: return x if device is None else x.to(device)
+
+def host_of(x: torch.Tensor) -> torch.device:
+    "Where finished tiles go: the host; on meta, which stands for an accelerator and its host, meta."
+    return x.device if x.is_meta else torch.device("cpu")
 
 # %% ../nbs/14_installing.ipynb #998dab26
 def attempt(fn: Callable):
@@ -343,6 +349,7 @@ def install(vae_or_pipeline, *,
            ) -> Installed:
     "Make a VAE (or a pipeline's) decode and encode in the memory there is. Installing again replaces the options."
     vae = vae_of(vae_or_pipeline)
+    if hasattr(type(vae), "in_tiles"): raise ValueError(f"{type(vae).__name__} tiles by itself: call its enable_tiling()")
     if tile_size is not None and tile is not None: raise ValueError(f"tile_size={tile_size!r} and tile={tile!r}: give one of them")
     if tile_size is not None: tile = resolve_tile(vae, tile_size).tile
     options = Options(mode, free, tile, lean, progress, None, free_memory, measure)

@@ -102,6 +102,7 @@ def group(m, x, state=None):
 
 def norm_act(m, x, state=None):
     "Norm `m`, then SiLU, for bands of `x`."
+    if isinstance(m, nn.Identity): return F.silu
     return group(m, x, state) if isinstance(m, nn.GroupNorm) else rms(m, x)
 
 # %% ../nbs/08_lean.ipynb #3bf12504
@@ -281,6 +282,7 @@ def enter_rows(s):
     p, first, conv, repeat = s.parts.get("patch", 1), s.parts.get("first"), ConvRows(s.parts["conv"]), s.parts.get("repeat")
     if repeat: return BesideRows(conv, PointRows(lambda x: laid(x.repeat_interleave(repeat, 1))))
     before = [PointRows(lambda x: laid(patchify(x.unsqueeze(2), p).squeeze(2)), p)] if p > 1 else []
+    if (enter := s.parts.get("enter")) is not None: before.append(PointRows(enter))
     return ChainRows(*before, *([] if first is None else [ConvRows(first)]), conv)
 
 def leave_rows(s, x, state):
@@ -290,6 +292,7 @@ def leave_rows(s, x, state):
     if g: conv = BesideRows(conv, PointRows(lambda x: x.unflatten(1, (-1, g)).mean(2)))
     after = [] if last is None else [ConvRows(last)]
     if p > 1: after.append(PointRows(lambda x: unpatchify(x.unsqueeze(2), p).squeeze(2)))
+    if (leave := s.parts.get("leave")) is not None: after.append(PointRows(leave))
     if s.parts.get("clamp"): after.append(PointRows(lambda x: x.clamp_(-1, 1)))
     return ChainRows(conv, *after)
 
@@ -349,7 +352,7 @@ def not_plain(m) -> str:
     "Why the weights of module `m` may not be read past it, or an empty string."
     if type(m).__name__ == "OptimizedModule" or m._compiled_call_impl is not None: return "is compiled"
     if hooked(m): return "carries hooks"
-    if kind_of(m) not in PLAIN or not type(m).__module__.startswith(("torch.nn.modules.", "diffusers.")): return f"is a {type(m).__name__}"
+    if kind_of(m) not in PLAIN or not type(m).__module__.startswith(("torch.nn.modules.", "diffusers.", "vae_tiles.")): return f"is a {type(m).__name__}"
     for p in m._parameters.values():
         if p is not None and (type(p) is not nn.Parameter or type(p.data) is not torch.Tensor): return "has weights of another type"
     if isinstance(m, nn.Dropout) and m.p and m.training: return "drops out"
@@ -377,7 +380,7 @@ def not_lean(s) -> str:
         act = part if role == "act" else getattr(part, "nonlinearity", None)
         if act is not None and type(act) is not nn.SiLU: return f"{s.name}: the activation is a {type(act).__name__}"
         if getattr(part, "padding", 0) == 1 and s.kind == "down": return f"{s.name}: padded all around"
-        if isinstance(getattr(part, "conv_shortcut", None), nn.Module) and kind_of(part) == "ResnetBlock": return f"{s.name}: shortcut after"
+        if isinstance(getattr(part, "conv_shortcut", None), nn.Module) and type(part).__name__ == "HunyuanImageResnetBlock": return f"{s.name}: shortcut after"
     if s.kind == "up" and s.parts["conv"].kernel_size[-1] != 3: return f"{s.name}: not a 3x3 convolution"
     return ""
 

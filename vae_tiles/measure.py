@@ -67,7 +67,7 @@ def _caller(vae: nn.Module, op: str, lean: bool) -> Callable:
         stages = lean_stages(vae, op)
         return lambda x: run(stages, x)
     method = getattr(vae, op)
-    return lambda x: method(x, return_dict=False)
+    return lambda x: method(x)
 
 def _placed(vae: nn.Module, dtype: torch.dtype | None, device) -> nn.Module:
     "`vae` itself if it is there and of that type, else a copy that is."

@@ -170,7 +170,7 @@ def group_norm(
     state=None,  # see above
 ):
     "`module(x)`, with the statistics that `state` gives, recording them if it asks to."
-    if not shared(state): return module(x)
+    if not shared(state) or not isinstance(module, torch.nn.GroupNorm): return module(x)
     if "record" in state: record(x, module, state)
     if module not in state.get("norms", ()): return module(x)
     scale, shift = affine_of(module, *state["norms"][module])
@@ -508,7 +508,8 @@ NETS = {"Decoder": kl_stages, "Encoder": kl_stages, "Decoder2D": hunyuan_stages,
         "Decoder3d": wan_stages, "Encoder3d": wan_stages}
 
 def known_class(vae):
-    "The stage builder for a class known by name, or None."
+    "The stage builder for a class known by name, or None; a class may bring its own as `tile_stages(op)`."
+    if hasattr(type(vae), "tile_stages"): return type(vae).tile_stages
     for base in type(vae).__mro__:
         if base.__name__ in FAMILIES and base.__module__.startswith("diffusers."):
             own = ("_decode", "_encode", "decode", "encode")

@@ -149,7 +149,7 @@ def channels_of(vae) -> tuple[int | None, int | None]:  # (latent channels, imag
     def get(*names): return next((v for n in names if isinstance(v := getattr(c, n, None), int)), None)
     image, patch = get("in_channels", "input_channels", "image_channels"), get("patch_size")
     if image and patch and family_of(vae) == "wan": image //= patch**2
-    return get("latent_channels", "z_dim"), image
+    return get("latent_channels", "z_dim", "z_channels"), image
 
 def _check(vae, x, channels, what, ratio=1):
     dims = latent_dims(vae)
