@@ -348,12 +348,16 @@ def test_attention_is_linear_on_meta_as_on_devices(dtype):
 
 
 def test_attention_in_three_dimensions_builds_its_table_everywhere():
-    """HunyuanImage: no fused kernel takes (B, N, C), so the table of all pairs is real, on CPU too."""
+    """HunyuanImage: few torches have a fused kernel for (B, N, C), so the table of all pairs is predicted;
+    one that has it, as 2.14 on CPU, stays below."""
+    peak = {}
     for device in ("cpu", "meta"):
         q = torch.empty(1, 512, 64, device=device)
         with torch.no_grad(), Follow() as follow:
             F.scaled_dot_product_attention(q, q, q)
-        assert follow.peak >= 512 * 512 * 4
+        peak[device] = follow.peak
+    assert peak["cpu"] <= peak["meta"]
+    assert peak["meta"] >= 512 * 512 * 4
 
 
 # --- copies without weights -----------------------------------------------------------------------------------

@@ -6,6 +6,7 @@
 __all__ = ['estimate_decode', 'estimate_encode', 'followed']
 
 # %% ../nbs/15_estimates.ipynb #efd717ef
+from contextlib import nullcontext
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .installing import Options, host_of, run_plan
+from .lean import as_on_cpu
 from .measure import named_vae
 from .peaks import BOUND, Follow, apart, decode_shape, encode_shape, fingerprint, remembered, rounded, skimming, to_meta
 from .vaes import attributes, ratio_of, read_geometry, resolve_tile, tiling, vae_of
@@ -166,7 +168,7 @@ def _count_own(vae: nn.Module, op: str, shape: tuple[int, ...], tiles: dict, dty
     with attributes(planner, **tiles):
         plan = planner.tile_plan(op, tuple(n // ratio for n in shape[-2:]), dtype, torch.device('meta' if accelerator else 'cpu'), free=2**60)
     x = torch.empty((1, *shape[1:]), dtype=dtype, device='meta')
-    with torch.no_grad(), apart(), skimming(), Follow(layout_copies=accelerator) as follow:
+    with torch.no_grad(), apart(), skimming(), nullcontext() if accelerator else as_on_cpu(), Follow(layout_copies=accelerator) as follow:
         y = made.in_tiles(op, x) if plan is None else run_plan(plan, made, x, Options(progress=False, output_device=host_of(x)))
     one, peak = y.numel() * y.element_size(), follow.peak
     if accelerator: peak = max(int((peak - (y.numel() * 4 if plan is None else 0)) * BOUND), one)  # put together on the host in fp32, if blended

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 import inspect
 from pathlib import Path
 import re
@@ -26,6 +27,7 @@ from .budget import HEADROOM, free_memory
 from .execution import blend, sampled_norms
 from .geometry import Layout, spread, tiles_needed
 from .installing import Options, attempt, call, host_of, moved, release, wants_grad
+from .peaks import apart
 from .planning import Plan, modes_of, plan as plan_of, stages_of
 from .stages import Attend, Stage, attention, chain_reach, group_norm, hooked, run, taken, tokens_of, unknown
 from .vaes import COST_FLOOR, DEFAULT, as_tile_size, check_image, check_latent, family_of, forced, lock_of, ratio_of, tiling
@@ -268,7 +270,7 @@ class AutoEncoder(Network):
             return out
 
     def _tiled(self, op: str, x: torch.Tensor, into: int) -> torch.Tensor:
-        plan = self.tile_plan(op, tuple(n // into for n in x.shape[-2:]), x.dtype, x.device)
+        with apart(): plan = self.tile_plan(op, tuple(n // into for n in x.shape[-2:]), x.dtype, x.device)
         if plan is None: return self.in_tiles(op, x)
         y, self.last = call(self, op, x, Options(self.tile_mode, progress=False, output_device=host_of(x)), plan)
         return y
@@ -299,7 +301,8 @@ class AutoEncoder(Network):
         plan = ask(self.tile_mode)
         if self.tile_mode != "auto" or (plan.fits and plan.segments): return plan
         least = ask("shared" if "shared" in modes_of(self, op) else "exact")
-        return least if least.peak_bytes * HEADROOM <= free else None
+        room = int(free / HEADROOM)
+        return replace(least, budget_bytes=room, fits=True) if least.peak_bytes <= room else None
 
 def sample_of(op: str, x: torch.Tensor, rows: int, cols: int, ratio: int) -> torch.Tensor:
     "A small version: of latents every `rows`-th and `cols`-th, of an image the means of as many pixels."
@@ -309,15 +312,15 @@ def sample_of(op: str, x: torch.Tensor, rows: int, cols: int, ratio: int) -> tor
 
 # %% ../nbs/18_flux_ae.ipynb #c32e43b2
 DIFFUSERS = [  # patterns of diffusers' names, and what they are here; levels of the decoder are counted backwards
-    (r"mid_block\.resnets\.(\d)\.", lambda m, _: f"mid.block_{int(m[1]) + 1}."),
-    (r"mid_block\.attentions\.0\.", lambda m, _: "mid.attn_1."),
-    (r"down_blocks\.(\d+)\.resnets\.(\d+)\.", lambda m, _: f"down.{m[1]}.block.{m[2]}."),
-    (r"down_blocks\.(\d+)\.downsamplers\.0\.", lambda m, _: f"down.{m[1]}.downsample."),
+    (r"mid_block\.resnets\.(\d)\.", lambda m, levels: f"mid.block_{int(m[1]) + 1}."),
+    (r"mid_block\.attentions\.0\.", lambda m, levels: "mid.attn_1."),
+    (r"down_blocks\.(\d+)\.resnets\.(\d+)\.", lambda m, levels: f"down.{m[1]}.block.{m[2]}."),
+    (r"down_blocks\.(\d+)\.downsamplers\.0\.", lambda m, levels: f"down.{m[1]}.downsample."),
     (r"up_blocks\.(\d+)\.resnets\.(\d+)\.", lambda m, levels: f"up.{levels - 1 - int(m[1])}.block.{m[2]}."),
     (r"up_blocks\.(\d+)\.upsamplers\.0\.", lambda m, levels: f"up.{levels - 1 - int(m[1])}.upsample."),
-    (r"conv_shortcut\.", lambda m, _: "nin_shortcut."), (r"conv_norm_out\.", lambda m, _: "norm_out."),
-    (r"(?<=attn_1\.)group_norm\.", lambda m, _: "norm."), (r"(?<=attn_1\.)to_([qkv])\.", lambda m, _: f"{m[1]}."),
-    (r"(?<=attn_1\.)to_out\.0\.", lambda m, _: "proj_out."),
+    (r"conv_shortcut\.", lambda m, levels: "nin_shortcut."), (r"conv_norm_out\.", lambda m, levels: "norm_out."),
+    (r"(?<=attn_1\.)group_norm\.", lambda m, levels: "norm."), (r"(?<=attn_1\.)to_([qkv])\.", lambda m, levels: f"{m[1]}."),
+    (r"(?<=attn_1\.)to_out\.0\.", lambda m, levels: "proj_out."),
 ]
 
 def from_diffusers(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -325,7 +328,7 @@ def from_diffusers(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     levels = 1 + max((int(m[1]) for k in weights if (m := re.match(r"decoder\.up_blocks\.(\d+)", k))), default=0)
     found = {}
     for key, w in weights.items():
-        for pattern, name in DIFFUSERS: key = re.sub(pattern, lambda m: name(m, levels), key)
+        for pattern, name in DIFFUSERS: key = re.sub(pattern, partial(name, levels=levels), key)
         found[key] = w[:, :, None, None] if w.ndim == 2 else w
     return found
 
