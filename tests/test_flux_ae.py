@@ -78,9 +78,10 @@ def test_within_a_tile_untouched_and_untiled_repeatable():
     assert torch.equal(ae.decode(z), first)
 
 
-def test_batch_is_independent():
+@pytest.mark.parametrize("mode", ["blend", "auto"])
+def test_batch_is_independent(mode):
     ae, z = made(), noise(24, 20, batch=2)
-    ae.enable_tiling(128, mode="blend")
+    ae.enable_tiling(128, mode=mode)
     both = ae.decode(z)
     assert torch.equal(both[1:], ae.decode(z[1:]))
 
