@@ -2,9 +2,11 @@
 import pytest
 import torch
 
+from vae_tiles.budget import HEADROOM
 from vae_tiles.fixtures import latent_shape, spatial_ratio, tiny
 from vae_tiles.installing import decode, encode
 from vae_tiles.metrics import line_score
+from vae_tiles.peaks import Follow
 from vae_tiles.planning import plan
 
 WAN = ["qwen-image", "qwen-image-2.1", "wan"]
@@ -104,8 +106,32 @@ def test_one_shape_a_canvas(vaes):
 def test_work_grows_smoothly_past_a_tile():
     "One latent more does not double the work: tiles are as large as the memory of one stock tile allows."
     one = plan("qwen-image", 256, 256, mode="untiled", free="64GiB").peak_bytes
-    works = [plan("qwen-image", s * 8, s * 8, mode="exact", free=int(one * 1.25)).work_ratio * s**2 for s in range(30, 42)]
+    works = [plan("qwen-image", s * 8, s * 8, mode="exact", free=int(one * 1.25)).work_ratio * s**2 for s in range(31, 37)]
     assert all(b <= a * 1.35 for a, b in zip(works, works[1:])), works
+
+
+@pytest.mark.parametrize("op,frames", [("decode", 3), ("encode", 9)])
+def test_a_video_is_planned_with_its_frames(op, frames):
+    "Whole maps of all frames, caches between chunks, one film at the end: the followed peak is the predicted one."
+    vae = tiny("qwen-image")
+    x = torch.randn((1, 16, frames, 12, 18) if op == "decode" else (1, 3, frames, 96, 144))
+    run = lambda p: decode(vae, x, plan=p, progress=False) if op == "decode" else encode(vae, x, plan=p, progress=False).parameters
+    want, peak = (vae.decode(x).sample if op == "decode" else vae.encode(x).latent_dist.parameters), None
+    for part in (None, .5):
+        budget = dict(mode="untiled", free="64GiB") if part is None else dict(free=int(part * peak * HEADROOM))
+        p = plan(vae, 96, 144, dtype=x.dtype, op=op, frames=frames, **budget)
+        with Follow() as follow: got = run(p)
+        assert worst(got, want) <= PLAIN
+        assert p.path == ("untiled" if part is None else "exact") and p.fits and not p.lean
+        assert follow.peak <= p.peak_bytes <= 1.01 * (follow.peak + x.nbytes)  # what comes in is planned for, and not followed
+        peak = p.peak_bytes
+    assert plan(vae, 96, 144, mode="untiled", op=op, dtype=x.dtype, lean=False).peak_bytes < peak  # one frame
+    blended = [plan(vae, 512, 512, mode="blend", free="64GiB", dtype=x.dtype, op=op, frames=n).peak_bytes for n in (1, frames)]
+    assert blended[1] > 2 * blended[0]
+
+
+def test_a_video_for_a_class_of_single_frames():
+    with pytest.raises(ValueError, match="single causal frame|single frame"): plan("qwen-image-2.1", 256, 256, frames=3, free="1GiB")
 
 
 @pytest.mark.parametrize("name,mode", [("qwen-image", "exact"), ("flux1", "shared"), ("qwen-image", "untiled")])

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Report', 'blend', 'fetched', 'layout_of', 'copied', 'new_map', 'side_stream', 'Coming', 'ahead', 'new_state',
            'trimmed', 'run_window', 'run_tiles', 'softmax_chunks', 'band_rows', 'attend_bands', 'once', 'found_norms',
-           'picked', 'averaged', 'sampled_norms', 'Canvas', 'Bands', 'run_whole', 'run_segments', 'run_shared',
+           'picked', 'averaged', 'sampled_norms', 'Canvas', 'Film', 'Bands', 'run_whole', 'run_segments', 'run_shared',
            'product', 'execute']
 
 # %% ../nbs/13_execution.ipynb #69810587
@@ -245,14 +245,36 @@ def sampled_norms(stages, sample: torch.Tensor) -> dict:  # {norm: (mean, var)},
 
 # %% ../nbs/13_execution.ipynb #1efdc90c
 class Canvas:
-    "The map that a segment makes, allocated when the first core comes."
+    "The maps that a segment makes, one per chunk, each allocated when its first core comes."
     def __init__(self, shape, device, host): self.shape, self.device, self.host, self.maps = shape, device, host, {}
 
+    def new(self, y: torch.Tensor, chunk: int): return new_map(y, (*y.shape[:-2], *self.shape), self.device, self.host)
+
     def write(self, chunk: int, y: torch.Tensor, rows, cols):
-        if chunk not in self.maps: self.maps[chunk] = new_map(y, (*y.shape[:-2], *self.shape), self.device, self.host)
+        if chunk not in self.maps: self.maps[chunk] = self.new(y, chunk)
         self.maps[chunk][..., slice(*rows), slice(*cols)] = y
 
     def result(self) -> list: return [self.maps[k] for k in sorted(self.maps)]
+
+class Film(Canvas):
+    "A canvas whose chunks are parts of one video, (B, C, T, H, W): joining them afterwards would hold it twice."
+    def __init__(self, shape, device, host, n: int):
+        super().__init__(shape, device, host)
+        self.n, self.whole = n, None
+
+    def new(self, y: torch.Tensor, chunk: int):
+        "The first chunk on its own; the second says how long all after it are, so how long the video is."
+        if chunk == 0: return super().new(y, chunk)
+        t = y.shape[2]
+        if self.whole is None:
+            first = self.maps[0]
+            at = first.shape[2]
+            self.whole = new_map(y, (*y.shape[:2], at + (self.n - 1) * t, *self.shape), self.device, self.host)
+            self.maps[0], self.at = self.whole[:, :, :at].copy_(first), at
+        start = self.at + (chunk - 1) * t
+        return self.whole[:, :, start:start + t]
+
+    def result(self) -> list: return [self.whole]
 
 class Bands:
     "In place of a canvas: hands finished rows to `sink(y, rows)` from the top down; one band of tiles lives at a time, on the host."
@@ -273,7 +295,7 @@ class Bands:
         self.flush()
         return []
 
-def run_whole(stages, maps: list, own: bool, device, host_in: bool, host_out: bool, norms=None) -> list:
+def run_whole(stages, maps: list, own: bool, device, host_in: bool, host_out: bool, norms=None, film: Film | None = None) -> list:
     "The stages on whole maps, chunk after chunk; `maps` is emptied where it may be."
     state, out = new_state(len(maps) > 1, norms), []
     for i in range(len(maps)):
@@ -282,23 +304,23 @@ def run_whole(stages, maps: list, own: bool, device, host_in: bool, host_out: bo
         if own: maps[i] = None
         del x
         y = run(stages, box, state)
-        if host_out: y, kept = None, new_map(y, y.shape, device, True).copy_(y)
-        else: kept = y
-        out.append(kept)
-        del y, box, kept
-    return out
+        if film: film.write(i, y, (0, y.shape[-2]), (0, y.shape[-1]))
+        else: out.append(new_map(y, y.shape, device, True).copy_(y) if host_out else y)
+        del y, box
+    return film.result() if film else out
 
 def run_segments(segments, stages, maps: list, device, report: Callable = lambda: None, norms=None, own=False, host=False, sink=None) -> list:
     "A plan's segments in order; `maps` is the latent or the image, one tensor per temporal chunk."
     for seg in segments:
         part = stages[seg.first:seg.last]
-        if seg.whole: maps = run_whole(part, maps, own, device, host, seg.host, norms)
+        h, w = (int(n * product(s.scale for s in part)) for n in maps[0].shape[-2:])
+        film = Film((h, w), device, seg.host, len(maps)) if len(maps) > 1 and seg.last == len(stages) else None
+        if seg.whole: maps = run_whole(part, maps, own, device, host, seg.host, norms, film)
         else:
             known = found_norms(part[0], maps[0], seg.grid, host, device, norms) if len(part) == 1 else norms
             if part[0].whole: maps = [attend_bands(part[0], x if own else x.clone(), seg.grid[0], new_state(False, known), host, device) for x in maps]
             else:
-                h, w = (int(n * product(s.scale for s in part)) for n in maps[0].shape[-2:])
-                canvas = Bands(w, device, sink) if sink and seg.last == len(stages) else Canvas((h, w), device, seg.host)
+                canvas = Bands(w, device, sink) if sink and seg.last == len(stages) else film or Canvas((h, w), device, seg.host)
                 run_tiles(part, maps, seg.grid, canvas.write, report, host, device, known)
                 if own: maps.clear()  # callers may hold the list
                 maps = canvas.result()
@@ -340,7 +362,7 @@ def execute(plan,            # a Plan of the path untiled, exact or shared
         if plan.statistics: maps = run_shared(plan, stages, maps, device, report, sink)
         else: maps = run_segments(plan.segments, stages, maps, device, report, sink=sink)
         if sink and not maps: return None
-        y = maps.pop() if len(maps) == 1 else torch.cat(maps, 2)
+        y = maps.pop()
         del maps
         if image: y = y.unsqueeze(2)
         if output_device is not None: y = y.to(output_device)

@@ -120,7 +120,8 @@ def run_plan(plan: Plan, vae, x: torch.Tensor, options: Options) -> torch.Tensor
         into, out = (1, plan.ratio) if plan.op == "decode" else (plan.ratio, 1)
         y = blend(tile_call(vae, plan.op, plan.lean), x, plan.layout, into, out, report, options.output_device)
         return clamped(vae, plan.op, y)  # weights are rounded: a sum of clamped tiles may pass 1 in the last digit
-    if not plan.segments or (plan.path == "untiled" and not plan.lean) or (x.ndim == 5 and x.shape[2] > 1 and plan.path == "untiled"):
+    image = x.ndim == 4 or x.shape[2] == 1
+    if not plan.segments or (plan.path == "untiled" and not plan.lean and image):  # a video in chunks: the class joins them one by one, which holds it twice
         return moved(raw(vae, plan.op, x), options.output_device)
     return execute(plan, stages_of(vae, plan.op, plan.lean), x, progress=bar(options.progress, plan.calls * len(x)),
                    output_device=options.output_device, sink=options.sink)

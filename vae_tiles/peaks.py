@@ -469,9 +469,9 @@ def predict_decode(vae: nn.Module,  # any VAE, on any device; it is only read
     return _untiled(vae, 'decode', decode_shape(vae, height, width, batch, frames), dtype, layout_copies, timeline)
 
 def predict_encode(vae: nn.Module, height: int, width: int, *, dtype: torch.dtype = torch.bfloat16, batch: int = 1,
-                   layout_copies: bool = True, timeline: bool = False) -> Run:
-    "What `vae.encode` of a whole picture would hold and do, untiled; sizes in latents."
-    return _untiled(vae, 'encode', encode_shape(vae, height, width, batch), dtype, layout_copies, timeline)
+                   frames: int = 1, layout_copies: bool = True, timeline: bool = False) -> Run:
+    "What `vae.encode` of a whole picture would hold and do, untiled; sizes in latents, `frames` are pictures."
+    return _untiled(vae, 'encode', encode_shape(vae, height, width, batch, frames), dtype, layout_copies, timeline)
 
 # %% ../nbs/04_peaks.ipynb #62510ad6
 SIDES = (8, 16, 32, 64, 128)  # tile sides over which a figure is the worst, latents
