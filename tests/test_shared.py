@@ -167,3 +167,32 @@ def test_variance_between_parts_counts():
     x[..., 32:] += 2
     halves = merge(moments(x[..., :32], 1), moments(x[..., 32:], 1))
     assert halves[2].item() == pytest.approx(x.var(correction=0).item(), rel=1e-5) == pytest.approx(1.09, abs=.02)
+
+
+@pytest.fixture(scope="module")
+def trained(): return demo_vae("flux1")
+
+
+def channel_shift(x, y): return float((x - y).mean((-2, -1)).abs().max() * 127.5)  # levels
+
+
+@pytest.mark.parametrize("mode,side,most", [("shared", 384, .25), ("exact", 128, .001)])
+def test_no_drift_over_nine_rounds(trained, mode, side, most):
+    "A picture edited nine times over: encoded and decoded in tiles, its colours stay those of untiled rounds to `most` levels a round."
+    a = b = as_input(photo("brushes", side, side), trained)
+    kw = dict(mode=mode, tile=side // 16, progress=False)
+    for _ in range(9):
+        a = trained.decode(trained.encode(a).latent_dist.mode()).sample
+        b = decode(trained, encode(trained, b, **kw).mode(), **kw)
+    assert channel_shift(b, a) <= 9 * most and tile_means(b, a, side // 2) <= 9 * most
+
+
+def test_a_half_bright_latent(trained):
+    "Tiles of the dark half and of the bright one: no offset of their own, and no picture turned grey."
+    z = trained.encode(as_input(photo("brushes", 384, 384), trained)).latent_dist.mode()
+    z[..., 24:] += .6 * z.std()
+    want = trained.decode(z).sample
+    with tiling(trained, tile_size=128): stock = trained.decode(z).sample
+    got = decode(trained, z, mode="shared", tile=16, progress=False)
+    assert tile_means(got, want, 128) <= .5 < 2 < tile_means(stock, want, 128)
+    assert got.std((-2, -1)) == pytest.approx(want.std((-2, -1)), rel=.01)
