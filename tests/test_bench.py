@@ -1,7 +1,6 @@
 """The bench: arms that fail are rows, files that are continued, every kind of device, and the notebooks for Colab's cards."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pandas as pd
@@ -12,7 +11,24 @@ from click.testing import CliRunner
 from execnb.nbio import read_nb
 
 from vae_tiles import bench as module
-from vae_tiles.bench import ARMS, COLUMNS, append_rows, arm_of, begin, bench, bench_case, header_of, held, interleave, latent_of, measured, mirrored, read_bench
+from vae_tiles.bench import (
+    ARMS,
+    COLUMNS,
+    MODELS,
+    append_rows,
+    arm_of,
+    begin,
+    bench,
+    bench_case,
+    beside_published,
+    header_of,
+    held,
+    interleave,
+    latent_of,
+    measured,
+    mirrored,
+    read_bench,
+)
 from vae_tiles.cli import cli
 from vae_tiles.fixtures import photo, published, tiny
 
@@ -269,3 +285,43 @@ def test_mistakes_are_one_line(args, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert words in invoke(*args, code=2).stderr
     assert not list(tmp_path.iterdir())
+
+
+# --- Colab ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("card, dtype", [("T4", "float16"), ("L4", "bfloat16")])
+def test_colab_notebook_runs_with_weights_in_place_of_the_download(card, dtype, vae, tmp_path, monkeypatch):
+    """Every cell but the installation and the download, in a folder where the download has left a VAE."""
+    path = run_notebooks.nbs / "tutorials" / f"colab_{card.lower()}.ipynb"
+    book = read_nb(path)
+    assert book.metadata["accelerator"] == "GPU" and book.metadata["colab"]["gpuType"] == card
+    link = f"https://colab.research.google.com/github/vae-tiles/vae-tiles/blob/main/nbs/tutorials/{path.name}"
+    assert any(f"colab-badge.svg)]({link})" in cell.source for cell in book.cells[:2])
+    code = [cell.source for cell in book.cells if cell.cell_type == "code"]
+    left_out = [source for source in code if source.startswith("#| eval: false")]
+    assert ["pip install" in source for source in left_out] == [True, False] and "from_pretrained(repo, subfolder=" in left_out[1]
+    assert sum(f"torch.{dtype})" in source for source in code) == 1
+    vae.save_pretrained(tmp_path / "vaes" / "flux1")
+    monkeypatch.chdir(tmp_path)
+    here: dict = {}
+    for source in code:
+        if source not in left_out:
+            exec(source, here)
+    assert [r["arm"] for r in here["rows"]] == list(here["arms"]) and here["rows"][0]["psnr_db"] == 99
+    assert here["load"]("flux1").config.block_out_channels == vae.config.block_out_channels  # not the package's own
+    assert set(here["beside"].published_px) == {"1600x1600"} and here["beside"].measured_stock_s.notna().all()
+    assert [p.name for p in tmp_path.iterdir()] == ["vaes"]
+
+
+def test_published_figures_of_cards():
+    cards = published("cards")
+    assert {p["model"].split()[0] for p in cards} == set(MODELS)
+    rows = [dict(vae="qwen-image-2.1", height_px=n, width_px=n, arm=arm, path=path, seconds=s, psnr_db=db)
+            for n in (1024, 1536) for arm, path, s, db in (("untiled", "untiled", 1.0, 99), ("stock tiles", "stock", 2.0, 40.0),
+                                                           ("blend", "blend", 3.0, 50.0), ("exact", "exact", None, None))]  # fmt: skip
+    found = beside_published(rows, "T4")
+    assert len(found) == sum(p["card"].startswith("T4") and "2.1" in p["model"] for p in cards)
+    assert [f["measured_px"] for f in found] == ["1024x1024", "1536x1536", "1536x1536"]
+    assert all(f["measured_untiled_over_stock"] == 0.5 and f["best_of_ours_db"] == 50 for f in found)
+    assert beside_published(rows, "G4") == []
