@@ -8,7 +8,7 @@ __all__ = ['ARMS', 'COLUMNS', 'CASE', 'QUALITY', 'MODELS', 'wait', 'held', 'inte
            'note', 'Arm', 'arm_of', 'in_a_line', 'outcome', 'quality', 'timing', 'on_card', 'bench_case', 'header_of',
            'read_bench', 'append_rows', 'begin', 'mirrored', 'latent_of', 'bench', 'beside_published']
 
-# %% ../nbs/16_bench.ipynb #095311d5
+# %% ../nbs/16_bench.ipynb #14bffaba
 import csv
 import math
 import os
@@ -34,7 +34,7 @@ from .peaks import Follow, capped, mib
 from .planning import Plan, plan
 from .vaes import ratio_of, read_geometry, tiling
 
-# %% ../nbs/16_bench.ipynb #a853e04b
+# %% ../nbs/16_bench.ipynb #ef195d19
 def wait(device: torch.device | str):
     "Let queued work of a GPU finish, so that a clock can be read."
     kind = torch.device(device).type
@@ -77,7 +77,7 @@ def interleave(arms: dict[str, Callable[[], object]],  # name: what to run
             if tick: tick(name)
     return times
 
-# %% ../nbs/16_bench.ipynb #0e38be28
+# %% ../nbs/16_bench.ipynb #b439eb0f
 class Peak(NamedTuple):
     "What one run took, above what was there before."
     allocated: int        # bytes
@@ -96,7 +96,7 @@ def measured(fn: Callable[[], torch.Tensor],
         finally: allocated, reserved = stop()
     return result, Peak(allocated, reserved, follow.work)
 
-# %% ../nbs/16_bench.ipynb #66902aa1
+# %% ../nbs/16_bench.ipynb #e05352f1
 def stock_tiles(vae, z: torch.Tensor,
                 tile_size: int | None = None,  # pixels; None: the class's own
                 ) -> torch.Tensor:
@@ -127,7 +127,7 @@ def plan_boxes(ours: Plan) -> list:
     spans = [[(a, min(a + t, n)) for a in range(0, n, t)] for n, t in zip(ours.canvas, ours.tile)]
     return [(rows, cols) for rows in spans[0] for cols in spans[1]]
 
-# %% ../nbs/16_bench.ipynb #67daa8bb
+# %% ../nbs/16_bench.ipynb #ecc8374b
 def compare(vae,
             z: torch.Tensor,  # a latent, as `vae.decode` takes it
             *, free: int | str | None = None,  # bytes (or "0.6GiB") for ours; None: what stock tiles take, times the headroom
@@ -152,7 +152,7 @@ def compare(vae,
     run("ours", lambda: planned(vae, z, ours), ours.path, ours.calls)
     return rows, pictures, ours
 
-# %% ../nbs/16_bench.ipynb #ad95d69d
+# %% ../nbs/16_bench.ipynb #e090a4a5
 def difference(a: torch.Tensor, b: torch.Tensor,  # (1, C, H, W) in [-1, 1]
                gain: float = 8) -> torch.Tensor:  # (1, 3, H, W): grey where equal
     "The signed difference on 8-bit levels, times `gain`, about grey."
@@ -183,7 +183,7 @@ def note(row: dict) -> str:  # a row of `compare`
     "The line under an arm's name in `side_by_side`."
     return f"{row['psnr_db']:.1f} dB, worst window {row['window_levels']:.1f}, {row['peak_mib']:.0f} MiB"
 
-# %% ../nbs/16_bench.ipynb #49b4a3de
+# %% ../nbs/16_bench.ipynb #9080527e
 ARMS = ("untiled", "untiled again", "stock tiles", "blend", "blend lean", "shared", "shared lean", "exact", "exact lean")
 
 @dataclass
@@ -233,7 +233,7 @@ def outcome(fn: Callable) -> tuple:  # (result, "") or (None, why)
     words = in_a_line(words)
     return None, words if "out of memory" in words.lower() else f"out of memory: {words}"
 
-# %% ../nbs/16_bench.ipynb #6c06203e
+# %% ../nbs/16_bench.ipynb #adbd0773
 COLUMNS = {"vae": str, "class": str, "height_px": int, "width_px": int, "dtype": str, "stock_tile_px": int, "arm": str, "path": str,
            "lean": bool, "tiles": int, "cap_mib": float, "peak_allocated_mib": float, "peak_reserved_mib": float, "runs": int,
            "seconds": float, "seconds_q1": float, "seconds_q3": float, "work_ratio": float, "psnr_db": float, "window_levels": float,
@@ -311,7 +311,7 @@ def _timed(arms: dict[str, Arm], repeats: int, device, tick) -> dict[str, list[f
         return go
     return interleave({k: guarded(a) for k, a in arms.items()}, repeats, device, tick, {k: a.cap for k, a in arms.items()})
 
-# %% ../nbs/16_bench.ipynb #da6645f1
+# %% ../nbs/16_bench.ipynb #ac6cd52f
 def header_of(device: torch.device | str, **settings) -> dict[str, str]:
     "What all rows of a file have in common: versions, device, settings."
     about: dict[str, Any] = dict(vae_tiles=vae_tiles.__version__, python=platform.python_version(), system=platform.system(), **machine(device))
@@ -353,7 +353,7 @@ def begin(file: str | Path, header: dict[str, str], resume: bool = False, force:
     if not text.endswith(b"\n"): os.truncate(file, text.rfind(b"\n") + 1)
     return rows
 
-# %% ../nbs/16_bench.ipynb #35e5b66f
+# %% ../nbs/16_bench.ipynb #aa0b72b3
 def mirrored(x: torch.Tensor, height: int, width: int) -> torch.Tensor:  # (B, C, h, w) to (B, C, height, width)
     "A picture continued to the right and downwards by its mirror images."
     for axis, n in ((-2, height), (-1, width)):
@@ -367,7 +367,8 @@ def latent_of(vae, height: int, width: int,  # pixels
              ) -> torch.Tensor:  # as `vae.decode` takes it
     "The latent of a photograph, by the VAE's own encoder; in tiles where that goes out of memory."
     if picture not in PHOTOS: raise ValueError(f"no photograph {picture!r}: there are {', '.join(PHOTOS)}")
-    if height % (ratio := ratio_of(vae) or 1) or width % ratio: raise ValueError(f"{height}x{width} pixels: multiples of {ratio} are needed")
+    if not (ratio := ratio_of(vae)): raise ValueError(f"{type(vae).__name__}: its pixels per latent cannot be read")
+    if height % ratio or width % ratio: raise ValueError(f"{height}x{width} pixels: multiples of {ratio} are needed")
     whole = next(p for p in photos() if p["name"] == picture)
     x = mirrored(photo(picture, min(height, whole["height"]), min(width, whole["width"])), height, width)
     x = as_input(x, vae)
@@ -390,7 +391,7 @@ def bench(loaders: dict[str, Callable[[], torch.nn.Module]],  # name: what loads
           tick: Callable[[str, int], None] | None = None,  # called with what ran and how many runs that were
          ) -> tuple[dict[str, str], list[dict]]:  # header, rows
     "Every arm on every VAE and size, in one process."
-    arms, sizes, tick = list(arms), list(sizes), tick or (lambda name, n: None)
+    arms, sizes, tick = list(dict.fromkeys(arms)), list(sizes), tick or (lambda name, n: None)
     if wrong := [a for a in arms if a not in ARMS]: raise ValueError(f"no arm {wrong[0]!r}: there are {', '.join(ARMS)}")
     if repeats < 1: raise ValueError(f"repeats={repeats}: 1 or more")
     header = header_of(device, photo=picture, free="as stock tiles" if free is None else parse_bytes(free), repeats=repeats)
@@ -412,11 +413,11 @@ def bench(loaders: dict[str, Callable[[], torch.nn.Module]],  # name: what loads
                 fresh = [{"vae": name, **row} for row in bench_case(vae, z, arms=todo, free=free, tile_size=tile_size, repeats=repeats, tick=count)]
                 if file is not None: append_rows(file, fresh, head)
                 rows, head = rows + fresh, None
-            tick(label, len(arms) * (repeats + 1) - len(ran))
+            if rest := len(arms) * (repeats + 1) - len(ran): tick(label, rest)  # of arms that failed, or were there
         del vae
     return header, rows
 
-# %% ../nbs/16_bench.ipynb #234892cf
+# %% ../nbs/16_bench.ipynb #79049e4c
 MODELS = {"Qwen-Image-2.1": "qwen-image-2.1", "Qwen-Image": "qwen-image", "HunyuanImage-2.1": "hunyuan-image-2.1", "FLUX.1-dev": "flux1"}
 
 def beside_published(rows: list[dict],  # of a bench
