@@ -8,7 +8,7 @@ __all__ = ['ARMS', 'COLUMNS', 'CASE', 'QUALITY', 'MODELS', 'wait', 'held', 'inte
            'note', 'Arm', 'arm_of', 'in_a_line', 'outcome', 'quality', 'timing', 'on_card', 'bench_case', 'header_of',
            'read_bench', 'append_rows', 'begin', 'mirrored', 'latent_of', 'bench', 'beside_published']
 
-# %% ../nbs/16_bench.ipynb #14bffaba
+# %% ../nbs/16_bench.ipynb #ac3976d2
 import csv
 import math
 import os
@@ -34,7 +34,7 @@ from .peaks import Follow, capped, mib
 from .planning import Plan, plan
 from .vaes import ratio_of, read_geometry, tiling
 
-# %% ../nbs/16_bench.ipynb #ef195d19
+# %% ../nbs/16_bench.ipynb #797a8f30
 def wait(device: torch.device | str):
     "Let queued work of a GPU finish, so that a clock can be read."
     kind = torch.device(device).type
@@ -77,7 +77,7 @@ def interleave(arms: dict[str, Callable[[], object]],  # name: what to run
             if tick: tick(name)
     return times
 
-# %% ../nbs/16_bench.ipynb #b439eb0f
+# %% ../nbs/16_bench.ipynb #1672453d
 class Peak(NamedTuple):
     "What one run took, above what was there before."
     allocated: int        # bytes
@@ -96,7 +96,7 @@ def measured(fn: Callable[[], torch.Tensor],
         finally: allocated, reserved = stop()
     return result, Peak(allocated, reserved, follow.work)
 
-# %% ../nbs/16_bench.ipynb #e05352f1
+# %% ../nbs/16_bench.ipynb #16cb71f1
 def stock_tiles(vae, z: torch.Tensor,
                 tile_size: int | None = None,  # pixels; None: the class's own
                 ) -> torch.Tensor:
@@ -127,7 +127,7 @@ def plan_boxes(ours: Plan) -> list:
     spans = [[(a, min(a + t, n)) for a in range(0, n, t)] for n, t in zip(ours.canvas, ours.tile)]
     return [(rows, cols) for rows in spans[0] for cols in spans[1]]
 
-# %% ../nbs/16_bench.ipynb #ecc8374b
+# %% ../nbs/16_bench.ipynb #85782474
 def compare(vae,
             z: torch.Tensor,  # a latent, as `vae.decode` takes it
             *, free: int | str | None = None,  # bytes (or "0.6GiB") for ours; None: what stock tiles take, times the headroom
@@ -152,7 +152,7 @@ def compare(vae,
     run("ours", lambda: planned(vae, z, ours), ours.path, ours.calls)
     return rows, pictures, ours
 
-# %% ../nbs/16_bench.ipynb #e090a4a5
+# %% ../nbs/16_bench.ipynb #b3e9a6da
 def difference(a: torch.Tensor, b: torch.Tensor,  # (1, C, H, W) in [-1, 1]
                gain: float = 8) -> torch.Tensor:  # (1, 3, H, W): grey where equal
     "The signed difference on 8-bit levels, times `gain`, about grey."
@@ -183,7 +183,7 @@ def note(row: dict) -> str:  # a row of `compare`
     "The line under an arm's name in `side_by_side`."
     return f"{row['psnr_db']:.1f} dB, worst window {row['window_levels']:.1f}, {row['peak_mib']:.0f} MiB"
 
-# %% ../nbs/16_bench.ipynb #9080527e
+# %% ../nbs/16_bench.ipynb #3758bca8
 ARMS = ("untiled", "untiled again", "stock tiles", "blend", "blend lean", "shared", "shared lean", "exact", "exact lean")
 
 @dataclass
@@ -233,7 +233,7 @@ def outcome(fn: Callable) -> tuple:  # (result, "") or (None, why)
     words = in_a_line(words)
     return None, words if "out of memory" in words.lower() else f"out of memory: {words}"
 
-# %% ../nbs/16_bench.ipynb #adbd0773
+# %% ../nbs/16_bench.ipynb #b17ef6db
 COLUMNS = {"vae": str, "class": str, "height_px": int, "width_px": int, "dtype": str, "stock_tile_px": int, "arm": str, "path": str,
            "lean": bool, "tiles": int, "cap_mib": float, "peak_allocated_mib": float, "peak_reserved_mib": float, "runs": int,
            "seconds": float, "seconds_q1": float, "seconds_q3": float, "work_ratio": float, "psnr_db": float, "window_levels": float,
@@ -311,7 +311,7 @@ def _timed(arms: dict[str, Arm], repeats: int, device, tick) -> dict[str, list[f
         return go
     return interleave({k: guarded(a) for k, a in arms.items()}, repeats, device, tick, {k: a.cap for k, a in arms.items()})
 
-# %% ../nbs/16_bench.ipynb #ac6cd52f
+# %% ../nbs/16_bench.ipynb #33b9da13
 def header_of(device: torch.device | str, **settings) -> dict[str, str]:
     "What all rows of a file have in common: versions, device, settings."
     about: dict[str, Any] = dict(vae_tiles=vae_tiles.__version__, python=platform.python_version(), system=platform.system(), **machine(device))
@@ -353,7 +353,7 @@ def begin(file: str | Path, header: dict[str, str], resume: bool = False, force:
     if not text.endswith(b"\n"): os.truncate(file, text.rfind(b"\n") + 1)
     return rows
 
-# %% ../nbs/16_bench.ipynb #aa0b72b3
+# %% ../nbs/16_bench.ipynb #e92a4283
 def mirrored(x: torch.Tensor, height: int, width: int) -> torch.Tensor:  # (B, C, h, w) to (B, C, height, width)
     "A picture continued to the right and downwards by its mirror images."
     for axis, n in ((-2, height), (-1, width)):
@@ -417,7 +417,7 @@ def bench(loaders: dict[str, Callable[[], torch.nn.Module]],  # name: what loads
         del vae
     return header, rows
 
-# %% ../nbs/16_bench.ipynb #79049e4c
+# %% ../nbs/16_bench.ipynb #4449496f
 MODELS = {"Qwen-Image-2.1": "qwen-image-2.1", "Qwen-Image": "qwen-image", "HunyuanImage-2.1": "hunyuan-image-2.1", "FLUX.1-dev": "flux1"}
 
 def beside_published(rows: list[dict],  # of a bench
