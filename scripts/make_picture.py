@@ -17,7 +17,7 @@ def main():
     vae = demo_vae("qwen-image")
     with torch.no_grad():
         latent = vae.encode(as_input(photo("seeding", 704, 960), vae)).latent_dist.mode()
-    rows, pictures, plan = compare(vae, latent, repeats=0, again=False)
+    rows, pictures, plan = compare(vae, latent)
     notes = {row["arm"]: note(row) for row in rows if row["arm"] != "untiled"}
     target.parent.mkdir(exist_ok=True)
     side_by_side(pictures, notes, width=400).save(target, quality=88)
