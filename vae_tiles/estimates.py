@@ -6,7 +6,6 @@
 __all__ = ['estimate_decode', 'estimate_encode', 'followed']
 
 # %% ../nbs/15_estimates.ipynb #efd717ef
-from contextlib import nullcontext
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -168,7 +167,7 @@ def _count_own(vae: nn.Module, op: str, shape: tuple[int, ...], tiles: dict, dty
     with attributes(planner, **tiles):
         plan = planner.tile_plan(op, tuple(n // ratio for n in shape[-2:]), dtype, torch.device('meta' if accelerator else 'cpu'), free=2**60)
     x = torch.empty((1, *shape[1:]), dtype=dtype, device='meta')
-    with torch.no_grad(), apart(), skimming(), nullcontext() if accelerator else as_on_cpu(), Follow(layout_copies=accelerator) as follow:
+    with torch.no_grad(), apart(), skimming(), as_on_cpu(not accelerator), Follow(layout_copies=accelerator) as follow:
         y = made.in_tiles(op, x) if plan is None else run_plan(plan, made, x, Options(progress=False, output_device=host_of(x)))
     one, peak = y.numel() * y.element_size(), follow.peak
     if accelerator: peak = max(int((peak - (y.numel() * 4 if plan is None else 0)) * BOUND), one)  # put together on the host in fp32, if blended

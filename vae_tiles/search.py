@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from .lean import as_on_cpu, laid
 from .peaks import apart, dry_run, skimming
 from .stages import Enough
 from .windows import chain, lengths_of, needed
@@ -72,7 +73,7 @@ def meta_map(channels: int, height: int, width: int, dtype: torch.dtype, lean: b
     "A map on the meta device, as the executor hands it to a stage: a window cut out of a larger one, or a whole map."
     more = 2 if cut else 0
     x = torch.empty(1, channels, height + more, width + more, dtype=dtype, device="meta")
-    if lean: x = x.to(memory_format=torch.channels_last)
+    if lean: x = laid(x)
     return x[..., 1:-1, 1:-1] if cut else x
 
 @lru_cache(maxsize=4096)
@@ -123,9 +124,9 @@ class Runs(NamedTuple):
 def stage_runs(stage, channels: int, height: int, width: int, dtype, lean: bool, copies: bool, norms: str = "own", feed: Feed | None = None) -> Runs:
     "Dry runs of a stage on a window."
     if feed: return _video_runs(stage, channels, height, width, dtype, copies, feed)
-    x = meta_map(channels, height, width, dtype, lean, cut=not stage.whole)
     state = None if norms == "own" else given_norms(stage)
-    with skimming():
+    with skimming(), as_on_cpu(not copies):
+        x = meta_map(channels, height, width, dtype, lean, cut=not stage.whole)
         g, k = (dry_run(stage.fn, a, state, layout_copies=copies) for a in ([x], x))
         passes = [dry_run(finding(stage, norm), x, layout_copies=copies) for norm in stage.norms] if norms == "found" else []
     peak = max([p.peak for p in passes], default=0)
@@ -149,8 +150,7 @@ def _band_cost(stage, channels, canvas, dtype, lean, copies):
     "Attention in bands: what one band needs beside the map, its keys and its values."
     peaks = []
     for rows in (1, 2):
-        x = meta_map(channels, rows, canvas[1], dtype, lean)
-        r = dry_run(stage.attend.qkv, x, given_norms(stage), layout_copies=copies)
+        with as_on_cpu(not copies): r = dry_run(stage.attend.qkv, meta_map(channels, rows, canvas[1], dtype, lean), given_norms(stage), layout_copies=copies)
         peaks.append((rows * canvas[1], 2 * r.peak + 16 * canvas[1] * rows * channels))  # two bands of maps, fp32 sums
     return Curve(*zip(*peaks)), r.work / (2 * canvas[1])
 
