@@ -18,7 +18,7 @@ nbs = root / "nbs"
 package = root / "vae_tiles"
 notebooks = run_notebooks.find([])
 numbered = [p for p in notebooks if re.match(r"\d\d_", p.name)]
-each = pytest.mark.parametrize("path", notebooks, ids=lambda p: p.stem)
+each = pytest.mark.parametrize("path", notebooks, ids=run_notebooks.label)
 
 
 def tracked() -> list[Path]:
@@ -121,7 +121,7 @@ def test_documentation_can_be_made():
                 if any(o["output_type"] == "error" for o in outputs) or ("show_doc(" in cell.source and not outputs):
                     print(name, cell.source)
     """
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), *[p.name for p in notebooks]]
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), *[str(p.relative_to(nbs)) for p in notebooks]]
     done = subprocess.run(command, cwd=nbs, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
 
@@ -141,7 +141,7 @@ def sidebar_entries(item) -> list[str]:
 
 def test_sidebar_lists_every_notebook():
     entries = sidebar_entries(yaml.safe_load((nbs / "sidebar.yml").read_text())["website"]["sidebar"])
-    assert sorted(entries) == sorted(p.name for p in notebooks)
+    assert sorted(entries) == sorted(p.relative_to(nbs).as_posix() for p in notebooks)
 
 
 def test_nbdev_yml_is_in_step_with_settings():
