@@ -22,7 +22,7 @@ from .fixtures import NAMES, full_width
 from .geometry import Geometry, Layout, fewest_calls, fewest_latents, spread, tiles_needed
 from .lean import lean_stages, why_not_lean
 from .measure import figure as figure_of
-from .peaks import fingerprint, meta_vae, mib, remembered
+from .peaks import apart, fingerprint, meta_vae, mib, remembered
 from .search import Segment, costs_of, fitted, measured_peak, stage_work, whole_peak
 from .stages import UnknownStructure, decoder_stages, encoder_stages
 from .vaes import channels_of, ratio_of, read_geometry
@@ -386,6 +386,7 @@ def not_lean(vae, op: str) -> str:
 # %% ../nbs/12_planning.ipynb #f9bbf4ca
 KEEP_STOCK: dict[str, str] = {}  # class name: why it must stay stock, as measured
 
+@apart()
 def plan(vae_or_name,  # a VAE on any device, or one of `NAMES`: the full-width real configuration
          height: int,  # pixels
          width: int,   # pixels
