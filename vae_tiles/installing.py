@@ -239,12 +239,13 @@ class Meter:
             self.peak = torch.cuda.max_memory_allocated(self.device) - self.held
 
 # %% ../nbs/14_installing.ipynb #5a04a9d3
-def decode(vae,
+def decode(vae,                       # a VAE, or a pipeline with one; it is only read
            z: torch.Tensor,           # (B, C, H, W) or (B, C, T, H, W) latents
            *, plan: Plan | None = None,  # a plan made before; None: made now
            free: int | str | None = None,  # bytes, or "0.6GiB"; None: asked of the device
-           mode: str = "auto", tile: int | tuple[int, int] | None = None,  # latents
-           lean: bool = True,
+           mode: str = "auto",        # a path ("untiled", "exact", "shared", "blend", "stock"), or "auto": the best that fits
+           tile: int | tuple[int, int] | None = None,  # a tile's core, latents; None: the planner's choice
+           lean: bool = True,         # layers in pieces where that can be: equal to rounding, at a smaller peak
            progress: Callable | bool | None = None,  # progress(done, total); an exception in it stops the decode
            output_device: torch.device | str | None = None,  # where the image goes
            free_memory: Callable | None = None,  # called first when memory runs out
@@ -255,11 +256,17 @@ def decode(vae,
     if sink is not None and (len(z) != 1 or z.ndim == 5 and z.shape[2] != 1): raise ValueError(f"sink: one picture at a time, not {tuple(z.shape)}")
     return call(vae, "decode", z, Options(mode, free, tile, lean, progress, output_device, free_memory, sink=sink), plan)[0]
 
-def encode(vae,
+def encode(vae,                       # a VAE, or a pipeline with one; it is only read
            x: torch.Tensor,           # (B, C, H, W) or (B, C, T, H, W) image in [-1, 1]
-           *, plan: Plan | None = None, free: int | str | None = None, mode: str = "auto",
-           tile: int | tuple[int, int] | None = None, lean: bool = True, progress: Callable | bool | None = None,
-           output_device: torch.device | str | None = None, free_memory: Callable | None = None):
+           *, plan: Plan | None = None,  # a plan made before, for an encode; None: made now
+           free: int | str | None = None,  # bytes, or "0.6GiB"; None: asked of the device
+           mode: str = "auto",        # a path, or "auto": the best that fits
+           tile: int | tuple[int, int] | None = None,  # a tile's core, latents; None: the planner's choice
+           lean: bool = True,         # layers in pieces where that can be: equal to rounding, at a smaller peak
+           progress: Callable | bool | None = None,  # progress(done, total); an exception in it stops the encode
+           output_device: torch.device | str | None = None,  # where the moments go
+           free_memory: Callable | None = None,  # called first when memory runs out
+          ):                          # of latents (B, C, [T,] h, w)
     "Encode once, in the memory there is: a `DiagonalGaussianDistribution`. Arguments as for `decode`."
     vae = vae_of(vae)
     moments, _ = call(vae, "encode", x, Options(mode, free, tile, lean, progress, output_device, free_memory), plan)
@@ -336,13 +343,14 @@ def latents(moments: torch.Tensor, return_dict: bool):
 # %% ../nbs/14_installing.ipynb #7f2938c1
 _installed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
-def install(vae_or_pipeline, *,
-            mode: str = "auto",              # a path, or "auto"
+def install(vae_or_pipeline,                 # a diffusers VAE, or a pipeline with one
+            *,
+            mode: str = "auto",              # a path ("untiled", "exact", "shared", "blend", "stock"), or "auto": the best that fits
             free: int | str | None = None,   # bytes, or "0.6GiB"; None: asked of the device at each call
             tile_size: int | None = None,    # pixels; None: the planner's choice; 0 and negatives: the class's default
-            tile: int | tuple[int, int] | None = None,  # latents; instead of tile_size
+            tile: int | tuple[int, int] | None = None,  # a tile's core, latents; instead of tile_size
             encode_tile: int | tuple[int, int] | None = None,  # latents; the encoder's own
-            lean: bool = True,
+            lean: bool = True,               # layers in pieces where that can be: equal to rounding, at a smaller peak
             progress: Callable | bool | None = None,  # progress(done, total); None: a bar on a terminal; False: none
             free_memory: Callable | None = None,      # called first when memory runs out
             measure: bool = False,           # report actual peaks on the CPU too (slow)

@@ -51,7 +51,7 @@ class Plan:
     why: tuple[str, ...]          # what was chosen and what was not, in words
     fits: bool                    # whether the peak is within the budget
     lean: bool = True             # whether stages run in their lean form
-    dtype: str = "bfloat16"
+    dtype: str = "bfloat16"       # of the latent or image
     segments: tuple[Segment, ...] = ()  # what the executor runs (untiled, exact, shared)
     layout: Layout | None = None        # what it blends (blend), or what stock tiles are (stock)
     statistics: tuple[int, int] | None = None  # shared: before which stage they are taken, and of every how many-th cell
@@ -393,9 +393,11 @@ def plan(vae_or_name,  # a VAE on any device, or one of `NAMES`: the full-width 
          *, free: int | str | None = None,  # bytes, or "0.6GiB"; None: asked of the device
          mode: str = "auto",                # one of `MODES`
          tile: int | tuple[int, int] | None = None,  # a tile's core, latents; None: the planner's choice
-         dtype: torch.dtype = torch.bfloat16, op: str = "decode",
+         dtype: torch.dtype = torch.bfloat16,  # of the latent or image
+         op: str = "decode",                # or "encode"
          lean: bool = True,                 # stages in their lean form where that is possible
-         batch: int = 1, frames: int = 1,
+         batch: int = 1,                    # pictures
+         frames: int = 1,                   # latent frames; more than 1 is video
          figure: float | None = None,       # MiB of peak per latent of tile (blend), instead of the table's
          out_host: bool = False,            # the result goes to the host
         ) -> Plan:
