@@ -8,6 +8,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import make_logo
 import pytest
 import run_notebooks
 import yaml
@@ -144,6 +145,35 @@ def test_sidebar_lists_every_notebook():
     assert sorted(entries) == sorted(p.relative_to(nbs).as_posix() for p in notebooks)
 
 
+def test_site_is_complete():
+    """What `_quarto.yml` names is there, and pages load nothing from elsewhere."""
+    config = yaml.safe_load((nbs / "_quarto.yml").read_text())
+    site, html = config["website"], config["format"]["html"]
+    named = [site["favicon"], site["navbar"]["logo"], site["open-graph"]["image"], site["twitter-card"]["image"], html["css"]]
+    named += [item["href"] for item in site["navbar"]["left"]] + config["metadata-files"]
+    named += [name for theme in html["theme"].values() for name in theme if name.endswith(".scss")]
+    assert not [name for name in named if not (nbs / name).exists()]
+    assert html["html-math-method"] == "mathml" and set(html["theme"]) == {"light", "dark"} and site["search"]
+
+
+def test_logo_is_drawn_from_a_layout():
+    assert (nbs / "images" / "logo.svg").read_text() == make_logo.svg(96)
+    assert (nbs / "images" / "favicon.svg").read_text() == make_logo.svg(28)
+
+
+def test_public_names_are_documented():
+    """A docstring, a comment for every parameter, and a place in the reference."""
+    import vae_tiles
+    from fastcore.docments import docments
+
+    reference = "\n".join(c.source for c in read_nb(nbs / "reference.ipynb").cells)
+    for name in vae_tiles.__all__:
+        value = getattr(vae_tiles, name)
+        silent = [k for k, words in docments(value, returns=False).items() if not words]
+        assert value.__doc__ and not silent, f"{name}: {silent}"
+        assert f"show_doc(vae_tiles.{name})" in reference, name
+
+
 def test_nbdev_yml_is_in_step_with_settings():
     site = yaml.safe_load((nbs / "nbdev.yml").read_text())["website"]
     settings = (root / "settings.ini").read_text()
@@ -164,12 +194,15 @@ def test_links_lead_somewhere():
     own = (run_notebooks.root / "settings.ini").read_text()
     blob = re.search(r"git_url = (\S+)", own).group(1) + "/blob/main/"
     raw = blob.replace("github.com", "raw.githubusercontent.com").replace("/blob/", "/")
+    site = "".join(re.search(rf"^doc_{part} = (\S+)", own, re.M).group(1) for part in ("host", "baseurl")) + "/"
     broken = []
     for path in [p for p in tracked() if p.suffix in {".md", ".ipynb"}]:
         for link in links(path):
             target = link.split("#")[0]
             if target.startswith((blob, raw)):
                 there = (root / target.removeprefix(blob).removeprefix(raw)).exists()
+            elif target.startswith(site):
+                there = (nbs / target.removeprefix(site)).with_suffix(".ipynb").exists()
             elif re.match(r"[a-z]+:", link) or not target:
                 continue
             else:
