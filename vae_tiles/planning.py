@@ -86,10 +86,12 @@ def svg_of(plan: Plan, size: int = 320) -> str:
     parts = [rect((0, 0, w, h), "fill:#e8eef7;stroke:#345;stroke-width:1.5")]
     parts += [rect(b, "fill:#2a6;fill-opacity:.18;stroke:#2a6;stroke-width:1") for b in boxes]
     parts += [rect(b, "fill:none;stroke:#c50;stroke-dasharray:4 3") for b in halo]
-    text = f'<text x="0" y="{h * k + 18:.0f}" font-size="12" fill="currentColor">{plan}</text>'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-4 -4 {max(w * k, 560):.0f} {h * k + 30:.0f}" width="{max(w * k, 560):.0f}">{"".join(parts)}{text}</svg>'
+    line = '<text x="0" y="{:.0f}" font-size="12" font-family="sans-serif" fill="currentColor">{}</text>'
+    text = "".join(line.format(h * k + 18 + 16 * i, words) for i, words in enumerate(str(plan).replace(", peak", "\npeak").split("\n")))
+    width, height = max(w * k + 8, 440), h * k + 46
+    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-4 -4 {width:.0f} {height:.0f}" width="{width:.0f}">{"".join(parts)}{text}</svg>'
 
-Plan._repr_svg_ = svg_of
+Plan._repr_svg_ = svg_of  # type: ignore[attr-defined]
 
 # %% ../nbs/12_planning.ipynb #bb1d1ad2
 def subject(vae_or_name) -> torch.nn.Module:
