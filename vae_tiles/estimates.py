@@ -162,9 +162,10 @@ def _count(vae: nn.Module, op: str, shape: tuple[int, ...], tiles: dict, dtype: 
 # %% ../nbs/15_estimates.ipynb #aaf7e904
 def _count_own(vae: nn.Module, op: str, shape: tuple[int, ...], tiles: dict, dtype: torch.dtype, accelerator: bool) -> int:
     "Run the tiles that a class of its own would run, as if memory were free, and read the books."
-    made, ratio = to_meta(vae, dtype).eval(), 1 if op == 'decode' else ratio_of(vae)
+    ratio = 1 if op == 'decode' else ratio_of(vae) or 1
+    made: Any = to_meta(vae, dtype).eval()
     made.__dict__.update(tiles)
-    planner = made if accelerator else vae
+    planner: Any = made if accelerator else vae
     with attributes(planner, **tiles):
         plan = planner.tile_plan(op, tuple(n // ratio for n in shape[-2:]), dtype, torch.device('meta' if accelerator else 'cpu'), free=2**60)
     x = torch.empty((1, *shape[1:]), dtype=dtype, device='meta')

@@ -19,6 +19,7 @@ import types
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -109,13 +110,13 @@ def tile_call(vae, op: str, lean: bool):
     return lambda t: run_video(stages, t, op) if t.ndim == 5 and t.shape[2] > 1 else run(stages, t)
 
 # %% ../nbs/14_installing.ipynb #9217b3b2
-def run_plan(plan: Plan, vae, x: torch.Tensor, options: Options) -> torch.Tensor:
+def run_plan(plan: Plan, vae, x: torch.Tensor, options: Options) -> Any:  # a tensor; None where a sink got the rows
     "One plan, run."
     if options.sink is not None and not plan.segments: raise ValueError(f"sink: a {plan.path} plan has no rows to give before its end; exact and shared plans do")
     if plan.path == "stock":
         geometry = read_geometry(vae)
         return moved(stock(vae, plan.op, x, geometry) if geometry else raw(vae, plan.op, x), options.output_device)
-    if plan.path == "blend":
+    if plan.path == "blend" and plan.layout is not None:
         report = Report(bar(options.progress, plan.calls), plan.calls)
         into, out = (1, plan.ratio) if plan.op == "decode" else (plan.ratio, 1)
         y = blend(tile_call(vae, plan.op, plan.lean), x, plan.layout, into, out, report, options.output_device)
@@ -137,7 +138,8 @@ def attempt(fn: Callable):
     try: return fn(), None
     except Exception as error:
         if not is_oom(error): raise
-        words, chain = str(error).split("\n")[0], error
+        words = str(error).split("\n")[0]
+        chain: BaseException | None = error
         while chain is not None:
             traceback.clear_frames(chain.__traceback__)
             chain.__traceback__, chain = None, chain.__cause__ or chain.__context__
@@ -145,7 +147,7 @@ def attempt(fn: Callable):
 
 def release(device: torch.device) -> None:
     "Hand the allocator's unused blocks back."
-    module = getattr(torch, device.type, None)
+    module: Any = getattr(torch, device.type, None)
     if device.type in ("cuda", "xpu", "mps") and hasattr(module, "empty_cache"): module.empty_cache()
 
 # %% ../nbs/14_installing.ipynb #abd7e95f
@@ -185,7 +187,7 @@ def run_ladder(plan: Plan, vae, x: torch.Tensor, options: Options) -> tuple[torc
 # %% ../nbs/14_installing.ipynb #ba052f9b
 def plan_for(vae, op: str, x: torch.Tensor, options: Options, mode: str | None = None, free=None) -> Plan:
     "The plan for a tensor."
-    ratio, video = ratio_of(vae), x.ndim == 5 and x.shape[2] > 1
+    ratio, video = ratio_of(vae) or 1, x.ndim == 5 and x.shape[2] > 1
     h, w = (n * ratio if op == "decode" else n for n in x.shape[-2:])
     out_host = options.output_device is not None and torch.device(options.output_device).type == "cpu" and x.device.type != "cpu"
     out_host = out_host or options.sink is not None
@@ -203,7 +205,7 @@ def plan_for(vae, op: str, x: torch.Tensor, options: Options, mode: str | None =
     if (mode or options.mode) in ("blend", "stock"): return ask(h, w)
     return ask(h, w, tile=g.floor, **({"mode": "blend"} if (mode or options.mode) == "untiled" else {}))
 
-def call(vae, op: str, x: torch.Tensor, options: Options, plan: Plan | None = None) -> tuple[torch.Tensor, Plan]:
+def call(vae, op: str, x: torch.Tensor, options: Options, plan: Plan | None = None) -> tuple[torch.Tensor, Plan | None]:
     "Check, plan, run: the sample or the moments, and the plan that ran."
     (check_latent if op == "decode" else check_image)(vae, x)
     if len(x) == 0: return raw(vae, op, x), None
@@ -292,7 +294,8 @@ def own_method(vae, name: str): return types.MethodType(getattr(type(vae), name)
 class Installed:
     "What `install` returns: `uninstall()`, a context manager, and `last`, the plan last run."
     def __init__(self, vae, options: Options, encode_tile=None):
-        self.vae, self.options, self.last, self.untiled = vae, options, None, False
+        self.vae, self.options, self.untiled = vae, options, False
+        self.last: Plan | None = None
         self.encode_tile = encode_tile
         for name in METHODS:
             if hasattr(type(vae), name): setattr(vae, name, Method(vae, getattr(self, f"_{name}")))

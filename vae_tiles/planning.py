@@ -111,13 +111,13 @@ def meta_costs(vae, op: str, canvas: tuple[int, int], dtype: torch.dtype, lean: 
     stages = remembered(key, lambda: stages_of(meta_vae(vae, dtype), op, lean))
     latent, image = channels_of(vae)
     if latent is None or image is None: raise UnknownStructure(f"{type(vae).__name__}'s config does not say how many channels it takes")
-    channels, size = (latent, canvas) if op == "decode" else (image, tuple(n * ratio_of(vae) for n in canvas))
+    channels, size = (latent, canvas) if op == "decode" else (image, tuple(n * (ratio_of(vae) or 1) for n in canvas))
     return costs_of(stages, channels, size, dtype, lean, copies, norms)
 
 def stock_work(vae, op: str, canvas: tuple[int, int], dtype: torch.dtype) -> float:
     "Multiply-adds of the class's own untiled call; `canvas` in latents."
     stages = remembered(("stages", fingerprint(vae), op, False, dtype), lambda: stages_of(meta_vae(vae, dtype), op, False))
-    (latent, image), ratio = channels_of(vae), ratio_of(vae)
+    (latent, image), ratio = channels_of(vae), ratio_of(vae) or 1
     channels, size = (latent, canvas) if op == "decode" else (image, tuple(n * ratio for n in canvas))
     total = 0.
     for stage, *cells in zip(stages, *(lengths_of(n, [s.scale for s in stages]) for n in size)):
@@ -146,7 +146,7 @@ def modes_of(vae, op: str = "decode") -> tuple[str, ...]:
 @dataclass(frozen=True)
 class Request:
     "A decode or encode to plan for."
-    vae: object
+    vae: torch.nn.Module
     op: str
     canvas: tuple[int, int]   # latents
     ratio: int
@@ -167,10 +167,10 @@ class Request:
     def costs(self, norms: str = "own"): return meta_costs(self.vae, self.op, self.canvas, self.dtype, self.lean, self.copies, norms)
     @property
     def source(self) -> tuple[int, int]:  # the first stage's input, cells
-        return self.canvas if self.op == "decode" else tuple(n * self.ratio for n in self.canvas)
+        return self.canvas if self.op == "decode" else (self.canvas[0] * self.ratio, self.canvas[1] * self.ratio)
     @property
     def part(self) -> tuple[float, float] | None:  # of the canvas, that a tile's core is to be
-        return self.tile and tuple(t / n for t, n in zip(self.tile, self.canvas))
+        return self.tile and (self.tile[0] / self.canvas[0], self.tile[1] / self.canvas[1])
     @property
     def pixels(self) -> int: return self.canvas[0] * self.canvas[1] * self.ratio**2
     def stock_work(self) -> float: return stock_work(self.vae, self.op, self.canvas, self.dtype)
@@ -178,7 +178,7 @@ class Request:
 # %% ../nbs/12_planning.ipynb #1ab56a6c
 def made(r: Request, path: str, tile, grid, peak, work, why, halo=0., cuts=(), calls=None, segments=(), layout=None, fits=None, price=None) -> Plan:
     "A plan for a request; `work` and `price` over diffusers' untiled call."
-    return Plan(path, r.op, r.canvas, r.ratio, tuple(map(int, tile)), tuple(map(int, grid)), halo, tuple(cuts),
+    return Plan(path, r.op, r.canvas, r.ratio, (int(tile[0]), int(tile[1])), (int(grid[0]), int(grid[1])), halo, tuple(cuts),
                 int(grid[0] * grid[1] if calls is None else calls), int(peak), r.budget, round(float(work), 4), round(float(price or work), 4), (*r.why, *why),
                 bool(peak <= r.budget if fits is None else fits), r.lean, str(r.dtype).split(".")[1], tuple(segments), layout)
 
@@ -285,11 +285,13 @@ def blend_peak(r: Request, area: int, mib_per_latent: float) -> float:
 
 def plan_blend(r: Request) -> Plan:
     "Overlapping tiles, or stock ones where those may stay, or untiled where the canvas is one tile."
-    g, (h, w) = r.geometry, r.canvas
+    if (g := r.geometry) is None: return plan_stock(r, ("no tile geometry to read",))
+    h, w = r.canvas
     f = r.figure if r.figure is not None else figure_of(r.vae, lean=r.lean, op=r.op, dtype=r.dtype).safe
-    if r.op == "encode": g = replace(g, tile=tuple(max(t, 64) for t in g.tile), stride=tuple(max(t, 64) - 32 for t in g.tile))
+    if r.op == "encode": g = replace(g, tile=(max(g.tile[0], 64), max(g.tile[1], 64)), stride=(max(g.tile[0], 64) - 32, max(g.tile[1], 64) - 32))
     budget = r.budget if g.small else r.device_budget
     fits = lambda area: blend_peak(r, area, f) <= budget
+    layout: Layout | None
     if r.tile: layout, why = even_layout(g, h, w, r.tile), ["the tile was asked for"]
     elif g.one_tile(h, w): layout, why = g.wide(h, w), ["the canvas is within one tile"]
     elif r.op == "encode":  # no tile below 64 latents, no overlap below 32
@@ -332,8 +334,7 @@ def max_tile() -> int | None:
 # %% ../nbs/12_planning.ipynb #8da552f9
 def plan_untiled(r: Request, why) -> Plan:
     "The whole canvas in one go: by stages where they are known, by the class otherwise."
-    if structure_known(r.vae, r.op):
-        found = plan_exact(r, untiled=True)
+    if structure_known(r.vae, r.op) and (found := plan_exact(r, untiled=True)):
         return replace(found, why=(*r.why, *why), fits=found.peak_bytes <= r.budget)
     f = figure_of(r.vae, lean=False, op=r.op, dtype=r.dtype)
     return made(r, "untiled", r.canvas, (1, 1), blend_peak(r, math.prod(r.canvas), f.safe), 1., why)
@@ -367,7 +368,8 @@ def request(vae_or_name, height, width, *, free, mode, tile, dtype, op, lean, ba
             raise ValueError(f"{name}={n!r} pixels: a multiple of {ratio}, at least {ratio}, is needed")
     device = getattr(next(vae.parameters(), None), "device", torch.device("cpu"))
     memory = free_memory(device, free)
-    why, tile = (), _tile(tile)
+    why: tuple[str, ...] = ()
+    tile = _tile(tile)
     canvas = (height // ratio, width // ratio)
     if (cap := max_tile()) is not None and max(tile or canvas) > cap: tile = tuple(min(t, cap) for t in tile or (cap, cap))
     if lean and (reason := not_lean(vae, op)): lean, why = False, (f"not lean: {reason}",)
@@ -421,7 +423,7 @@ def structure_known(vae, op: str) -> bool:
 # %% ../nbs/12_planning.ipynb #c3d378ab
 def smallest(r: Request, planner) -> Plan:
     "What a planner finds; where nothing fits, its plan of the smallest peak, with `fits=False`."
-    probe = r.budget
+    probe: float = r.budget
     for _ in range(40):
         found = planner(replace(r, budget=int(probe)))
         if found: return replace(found, budget_bytes=r.budget, fits=found.peak_bytes <= r.budget)

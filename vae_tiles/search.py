@@ -10,6 +10,7 @@ __all__ = ['SIDES', 'HOST_WORK', 'CALL_WORK', 'Curve', 'Cost', 'meta_map', 'stag
 # %% ../nbs/11_search.ipynb #a8829d54
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ class Curve:
 @dataclass(frozen=True)
 class Cost:
     "What a stage costs on a window, by its input cells: bytes above the input, and multiply-adds."
-    stage: object   # the Stage on meta: name, scale, reach
+    stage: Any      # the Stage on meta: name, scale, reach
     given: Curve     # peak bytes where the input is given away
     kept: Curve      # peak bytes where the input must stay as it is
     work: Curve      # multiply-adds
@@ -77,7 +78,8 @@ def cost_of(stage, channels: int, canvas: tuple[int, int] | None, dtype: torch.d
             norms: str = "own") -> tuple[Cost, int]:
     "A stage's cost and the channels it makes, measured on the meta device; `canvas`, cells, for a stage that sees it whole."
     sizes = [canvas] if canvas else [(s, s) for s in SIDES]
-    given, kept, work = [], [], []
+    given, kept = [], []
+    work: list[float] = []
     for h, w in sizes:
         g, k, muls, made = stage_runs(stage, channels, h, w, dtype, lean, copies, norms)
         given.append(g); kept.append(k); work.append(muls)
@@ -86,7 +88,8 @@ def cost_of(stage, channels: int, canvas: tuple[int, int] | None, dtype: torch.d
     bands, qkv = (None, 0) if stage.attend is None else _band_cost(stage, channels, canvas, dtype, lean, copies)
     found = None
     if stage.norms and norms == "own" and not stage.whole: found, _ = cost_of(stage, channels, None, dtype, lean, copies, "found")
-    return Cost(stage, *(Curve(cells, tuple(map(float, v))) for v in (given, kept, work)),
+    curve = lambda values: Curve(cells, tuple(map(float, values)))
+    return Cost(stage, curve(given), curve(kept), curve(work),
                 channels * dtype.itemsize, made * dtype.itemsize, dtype.itemsize, bands, qkv, norms, found), made
 
 SIDES = (32, 128, 512)  # sides of the windows that curves are measured at, cells
@@ -173,7 +176,7 @@ def tile_options(costs, canvas, device_in: bool, tile=None, largest=(np.inf, np.
     sides = [cores(n) if tile is None else np.array([min(max(1, round(t * n)), n)]) for n, t in zip(coarse, tile or (0, 0))]
     counts = [-(-n // s) for n, s in zip(coarse, sides)]
     k = growth(stages)
-    work, peak, alive = 0., 0., 0.
+    work: Any = 0.; peak: Any = 0.; alive: Any = 0.
     for i, cost in enumerate(costs):
         h, w = (np.minimum(s * k[i][0] + k[i][1], L[i]) for s, L in zip(sides, lengths))
         n = h[:, None] * w[None]
@@ -212,7 +215,7 @@ def search(costs: tuple[Cost, ...],
     sizes = list(zip(*(lengths_of(side, [s.scale for s in stages]) for side in canvas)))
     cells = [h * w for h, w in sizes]
     weigh = [costs[0].in_bytes * cells[0]] + [c.out_bytes * m for c, m in zip(costs, cells[1:])]
-    best = {(0, in_host): (0., extra + (0 if in_host else weigh[0]), ())}
+    best: dict = {(0, in_host): (0., extra + (0 if in_host else weigh[0]), ())}
     loose = loose_stages(costs) if tile else range(n + 1)
     for i in range(n):
         for host_in in (False, True):
@@ -264,6 +267,7 @@ def _best_option(costs, size, cells, budget, held_in, held_out, host_in, host_ou
 
 def _banded(cost: Cost, size, cells: int, budget: float, host_in: bool) -> Option | None:
     "Attention in the fewest bands that fit beside the map, its keys and its values."
+    if cost.bands is None: return None
     held = 0 if host_in else 3 * cells * cost.in_bytes
     for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024):
         if n > size[0]: return None
