@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import zipfile
 from pathlib import Path
 
 import make_logo
@@ -222,6 +223,23 @@ def test_no_paths_of_one_machine():
                 text = "\n".join(c.source for c in read_nb(path).cells)
             found += [f"{path.name}: {m.group()}" for m in re.finditer(r"/(?:root|home|work|tmp)/\w+", text)]
     assert not found
+
+
+def test_wheel_holds_what_runs(tmp_path):
+    """Built from what git knows: every module, the data, the typing marker and the command; small enough to send."""
+    files = [p.relative_to(root) for p in tracked()]
+    for file in [f for f in files if len(f.parts) == 1 or f.parts[0] == "vae_tiles"]:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(root / file, tmp_path / file)
+    code = "from setuptools.build_meta import build_wheel; build_wheel('dist')"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True)
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        commands = archive.read(next(n for n in names if n.endswith("entry_points.txt"))).decode()
+    assert not {f.as_posix() for f in files if f.parts[0] == "vae_tiles"} - names
+    assert "vae-tiles=vae_tiles.cli:main" in commands.replace(" ", "")
+    assert "vae_tiles/py.typed" in names and wheel.stat().st_size < 20e6
 
 
 def test_no_large_files():
