@@ -1,7 +1,7 @@
 """Run notebooks the way the tests do, and refresh the outputs stored in them.
 
     python scripts/run_notebooks.py                    # every notebook: run, store outputs
-    python scripts/run_notebooks.py 04 nbs/index.ipynb # by number, name or path
+    python scripts/run_notebooks.py 04 nbs/index.ipynb # by number, name, path or folder (tutorials)
     python scripts/run_notebooks.py --flags gpu 08     # also the cells flagged `#| gpu`
     python scripts/run_notebooks.py --check            # run nothing: outputs present, no errors, no local paths
 
@@ -51,15 +51,20 @@ def skipped_flags() -> set[str]:
     return set(config["DEFAULT"]["tst_flags"].split())
 
 
+def label(path: Path) -> str:
+    """A notebook by its path within `nbs`, such as `tutorials/low_vram`."""
+    return path.relative_to(nbs).with_suffix("").as_posix()
+
+
 def find(names: list[str]) -> list[Path]:
-    """The notebooks meant by `names`: paths, file names, stems or number prefixes; all of them for none."""
-    every = sorted(nbs.glob("[!_.]*.ipynb"))
+    """The notebooks meant by `names`: paths, file names, stems, number prefixes or folders; all of them for none."""
+    every = sorted((p for p in nbs.rglob("*.ipynb") if not re.search(r"/[_.]", f"/{label(p)}")), key=lambda p: (p.parent != nbs, p))
     if not names:
         return every
     found = []
     for name in names:
         stem = Path(name).stem
-        hits = [p for p in every if p.stem == stem] or [p for p in every if p.stem.startswith(stem)]
+        hits = [p for p in every if p.stem == stem] or [p for p in every if p.stem.startswith(stem) or p.parent.name == stem]
         if not hits:
             raise SystemExit(f"no notebook matches {name!r}")
         found += hits

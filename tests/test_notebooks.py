@@ -4,7 +4,7 @@ import pytest
 import run_notebooks
 
 
-@pytest.mark.parametrize("path", run_notebooks.find([]), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", run_notebooks.find([]), ids=run_notebooks.label)
 def test_notebook(path):
     outcome = run_notebooks.isolated(path)
     print(f"{outcome.ran} cells in {outcome.seconds:.1f} s")

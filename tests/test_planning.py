@@ -4,7 +4,7 @@ import torch
 
 from vae_tiles.fixtures import full_width, latent_shape, published, tiny
 from vae_tiles.installing import decode, encode
-from vae_tiles.peaks import Follow, encode_shape, skimming
+from vae_tiles.peaks import Follow, capped, encode_shape, skimming
 from vae_tiles.planning import MODES, plan
 from vae_tiles.stages import decoder_stages
 
@@ -136,3 +136,10 @@ def test_shared_in_the_published_memory(name, size, free):
     assert p.fits and p.path == "shared" and p.statistics[0] in cuts[-2:] and p.work_ratio <= 1.3
     exact = plan(**cards, mode="exact")
     assert exact.fits and exact.work_ratio <= 1.5 and exact.price_ratio >= p.price_ratio
+
+
+def test_planning_under_a_cap_takes_nothing_of_it():
+    "A plan made while memory is capped, as in a pipeline's call: its dry runs are not charged."
+    vae = tiny("qwen-image", base_dim=6)  # a structure that no other test has planned for
+    with capped(1000) as follow: p = plan(vae, 64, 64, mode="exact", free="4MiB", dtype=torch.float32)
+    assert follow.peak == 0 and p.canvas == (8, 8)

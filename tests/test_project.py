@@ -6,8 +6,10 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import zipfile
 from pathlib import Path
 
+import make_logo
 import pytest
 import run_notebooks
 import yaml
@@ -18,7 +20,7 @@ nbs = root / "nbs"
 package = root / "vae_tiles"
 notebooks = run_notebooks.find([])
 numbered = [p for p in notebooks if re.match(r"\d\d_", p.name)]
-each = pytest.mark.parametrize("path", notebooks, ids=lambda p: p.stem)
+each = pytest.mark.parametrize("path", notebooks, ids=run_notebooks.label)
 
 
 def tracked() -> list[Path]:
@@ -121,7 +123,7 @@ def test_documentation_can_be_made():
                 if any(o["output_type"] == "error" for o in outputs) or ("show_doc(" in cell.source and not outputs):
                     print(name, cell.source)
     """
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), *[p.name for p in notebooks]]
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), *[str(p.relative_to(nbs)) for p in notebooks]]
     done = subprocess.run(command, cwd=nbs, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
 
@@ -141,7 +143,36 @@ def sidebar_entries(item) -> list[str]:
 
 def test_sidebar_lists_every_notebook():
     entries = sidebar_entries(yaml.safe_load((nbs / "sidebar.yml").read_text())["website"]["sidebar"])
-    assert sorted(entries) == sorted(p.name for p in notebooks)
+    assert sorted(entries) == sorted(p.relative_to(nbs).as_posix() for p in notebooks)
+
+
+def test_site_is_complete():
+    """What `_quarto.yml` names is there, and pages load nothing from elsewhere."""
+    config = yaml.safe_load((nbs / "_quarto.yml").read_text())
+    site, html = config["website"], config["format"]["html"]
+    named = [site["favicon"], site["navbar"]["logo"], site["open-graph"]["image"], site["twitter-card"]["image"], html["css"]]
+    named += [item["href"] for item in site["navbar"]["left"]] + config["metadata-files"]
+    named += [name for theme in html["theme"].values() for name in theme if name.endswith(".scss")]
+    assert not [name for name in named if not (nbs / name).exists()]
+    assert html["html-math-method"] == "mathml" and set(html["theme"]) == {"light", "dark"} and site["search"]
+
+
+def test_logo_is_drawn_from_a_layout():
+    assert (nbs / "images" / "logo.svg").read_text() == make_logo.svg(96)
+    assert (nbs / "images" / "favicon.svg").read_text() == make_logo.svg(28)
+
+
+def test_public_names_are_documented():
+    """A docstring, a comment for every parameter, and a place in the reference."""
+    import vae_tiles
+    from fastcore.docments import docments
+
+    reference = "\n".join(c.source for c in read_nb(nbs / "reference.ipynb").cells)
+    for name in vae_tiles.__all__:
+        value = getattr(vae_tiles, name)
+        silent = [k for k, words in docments(value, returns=False).items() if not words]
+        assert value.__doc__ and not silent, f"{name}: {silent}"
+        assert f"show_doc(vae_tiles.{name})" in reference, name
 
 
 def test_nbdev_yml_is_in_step_with_settings():
@@ -164,12 +195,15 @@ def test_links_lead_somewhere():
     own = (run_notebooks.root / "settings.ini").read_text()
     blob = re.search(r"git_url = (\S+)", own).group(1) + "/blob/main/"
     raw = blob.replace("github.com", "raw.githubusercontent.com").replace("/blob/", "/")
+    site = "".join(re.search(rf"^doc_{part} = (\S+)", own, re.M).group(1) for part in ("host", "baseurl")) + "/"
     broken = []
     for path in [p for p in tracked() if p.suffix in {".md", ".ipynb"}]:
         for link in links(path):
             target = link.split("#")[0]
             if target.startswith((blob, raw)):
                 there = (root / target.removeprefix(blob).removeprefix(raw)).exists()
+            elif target.startswith(site):
+                there = (nbs / target.removeprefix(site)).with_suffix(".ipynb").exists()
             elif re.match(r"[a-z]+:", link) or not target:
                 continue
             else:
@@ -189,6 +223,23 @@ def test_no_paths_of_one_machine():
                 text = "\n".join(c.source for c in read_nb(path).cells)
             found += [f"{path.name}: {m.group()}" for m in re.finditer(r"/(?:root|home|work|tmp)/\w+", text)]
     assert not found
+
+
+def test_wheel_holds_what_runs(tmp_path):
+    """Built from what git knows: every module, the data, the typing marker and the command; small enough to send."""
+    files = [p.relative_to(root) for p in tracked()]
+    for file in [f for f in files if len(f.parts) == 1 or f.parts[0] == "vae_tiles"]:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(root / file, tmp_path / file)
+    code = "from setuptools.build_meta import build_wheel; build_wheel('dist')"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True)
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        commands = archive.read(next(n for n in names if n.endswith("entry_points.txt"))).decode()
+    assert not {f.as_posix() for f in files if f.parts[0] == "vae_tiles"} - names
+    assert "vae-tiles=vae_tiles.cli:main" in commands.replace(" ", "")
+    assert "vae_tiles/py.typed" in names and wheel.stat().st_size < 20e6
 
 
 def test_no_large_files():

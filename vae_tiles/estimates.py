@@ -161,9 +161,10 @@ def _count(vae: nn.Module, op: str, shape: tuple[int, ...], tiles: dict, dtype: 
 # %% ../nbs/15_estimates.ipynb #aaf7e904
 def _count_own(vae: nn.Module, op: str, shape: tuple[int, ...], tiles: dict, dtype: torch.dtype, accelerator: bool) -> int:
     "Run the tiles that a class of its own would run, as if memory were free, and read the books."
-    made, ratio = to_meta(vae, dtype).eval(), 1 if op == 'decode' else ratio_of(vae)
+    ratio = 1 if op == 'decode' else ratio_of(vae) or 1
+    made: Any = to_meta(vae, dtype).eval()
     made.__dict__.update(tiles)
-    planner = made if accelerator else vae
+    planner: Any = made if accelerator else vae
     with attributes(planner, **tiles):
         plan = planner.tile_plan(op, tuple(n // ratio for n in shape[-2:]), dtype, torch.device('meta' if accelerator else 'cpu'), free=2**60)
     x = torch.empty((1, *shape[1:]), dtype=dtype, device='meta')
@@ -185,8 +186,14 @@ def estimate_decode(vae,  # a VAE, a pipeline with one, or the name of a real on
     "Bytes to reserve before `vae.decode`, as diffusers does it at this tile size: beside weights and latent, picture included."
     return _estimate(vae, height, width, 'decode', tile_size, dtype, device, batch)
 
-def estimate_encode(vae, height: int, width: int, *, tile_size: int | None = None, dtype: torch.dtype | None = None,
-                    device: torch.device | str | None = None, batch: int = 1) -> int:
+def estimate_encode(vae,  # a VAE, a pipeline with one, or the name of a real one such as 'flux1'
+                    height: int,  # of the picture, pixels
+                    width: int,   # pixels
+                    *, tile_size: int | None = None,     # pixels; None: untiled, 0: the class's default
+                    dtype: torch.dtype | None = None,    # None: the VAE's own
+                    device: torch.device | str | None = None,  # where it will run; None: where the VAE is, a GPU if that is meta
+                    batch: int = 1,                      # pictures
+                   ) -> int:  # bytes
     "Bytes to reserve before `vae.encode`, as diffusers does it at this tile size: beside weights and picture, latent included."
     return _estimate(vae, height, width, 'encode', tile_size, dtype, device, batch)
 

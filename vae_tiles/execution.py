@@ -11,6 +11,7 @@ __all__ = ['Report', 'blend', 'fetched', 'layout_of', 'copied', 'new_map', 'side
 # %% ../nbs/13_execution.ipynb #69810587
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,11 +38,12 @@ def blend(fn: Callable,      # tile -> decoded or encoded tile
           into: int,         # input cells per latent: 1 on decode, the ratio on encode
           out: int,          # output cells per latent: the ratio on decode, 1 on encode
           report: Callable = lambda: None,
-          device: torch.device | None = None,  # of the accumulator; None: where x is
+          device: torch.device | str | None = None,  # of the accumulator; None: where x is
           dead: float = DEAD, ramp: float = RAMP,  # latents, see `axis_weights`
          ) -> torch.Tensor:  # (B, C', [T',] H', W') of x's dtype
     "Every tile through `fn`, one at a time, added by weight into one fp32 accumulator."
-    total, (h, w) = None, (n * out for n in layout.canvas)
+    h, w = (n * out for n in layout.canvas)
+    total: Any = None
     for done, (((y0, y1), (x0, x1)), weights) in enumerate(zip(layout.tiles(), tile_weights(layout, out, dead, ramp))):
         if skims(x, done): break
         tile = fn(x[..., y0 * into:y1 * into, x0 * into:x1 * into])
@@ -66,7 +68,7 @@ def copied(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def new_map(like: torch.Tensor, shape, device: torch.device, host: bool = False) -> torch.Tensor:
     "An empty map of `like`'s dtype and memory format."
-    kw = {"memory_format": layout_of(like)} if len(shape) == like.ndim else {}
+    kw: dict = {"memory_format": layout_of(like)} if len(shape) == like.ndim else {}
     if not host: return torch.empty(shape, dtype=like.dtype, device=device, **kw)
     with _disable_current_modes():
         place = "meta" if device.type == "meta" else "cpu"  # meta stands for an accelerator and its host
@@ -111,7 +113,7 @@ def ahead(parts: Iterable, device: torch.device, host: bool) -> Iterator:
 # %% ../nbs/13_execution.ipynb #aefaf69a
 def new_state(video: bool, norms: dict | None = None) -> dict | None:
     "What stages may keep for the time of one tile."
-    state = {"cache": {}} if video else {}
+    state: dict = {"cache": {}} if video else {}
     if norms: state["norms"] = norms
     return state or None
 
@@ -141,7 +143,7 @@ def run_tiles(stages,                 # the segment's stages
     "The stages on every tile of a segment, row by row."
     rows, cols = (chain(n, stages, g) for n, g in zip(maps[0].shape[-2:], grid))
     tiles = [(i, j) for i in range(rows.n) for j in range(cols.n)]
-    parts = ahead((x[..., slice(*rows.windows[i][0]), slice(*cols.windows[j][0])] for i, j in tiles for x in maps), device, host)
+    parts = ahead((x[..., slice(*rows.windows[i][0]), slice(*cols.windows[j][0])] for i, j in tiles for x in maps), device or maps[0].device, host)
     for done, (i, j) in enumerate(tiles):
         if skims(maps[0], done): break
         state = new_state(len(maps) > 1, norms)
@@ -155,7 +157,8 @@ def run_tiles(stages,                 # the segment's stages
 # %% ../nbs/13_execution.ipynb #d8543990
 def softmax_chunks(q, chunks) -> torch.Tensor:  # q (B, n, C); chunks: pairs (k, v), each (B, m, C), or in lists that give them away; gives (B, n, C)
     "Attention over keys and values that come in chunks: running maximum, running sum, in fp32."
-    scale, top, acc, total = q.shape[-1] ** -.5, None, None, None
+    scale = q.shape[-1] ** -.5
+    top: Any = None; acc: Any = None; total: Any = None
     for k, v in chunks:
         if isinstance(k, list): k, v = k.pop(), v.pop()
         scores = torch.bmm(q.float() * scale, k.float().transpose(1, 2))
@@ -185,7 +188,8 @@ def attend_bands(stage,                # a Stage with its attention taken apart
                 ) -> torch.Tensor:     # x
     "Attention over the whole map in `n` bands of rows, in place."
     device, width = device or x.device, x.shape[-1]
-    bands, keys, values = band_rows(x.shape[-2], n), None, None
+    bands = band_rows(x.shape[-2], n)
+    keys: Any = None; values: Any = None
     here = lambda t: fetched(t, device, host)
     for a, b in bands:
         _, k, v = stage.attend.qkv(here(x[..., a:b, :]), state)
@@ -238,7 +242,7 @@ def averaged(x: torch.Tensor, step: int, multiple: int) -> torch.Tensor:
 
 def sampled_norms(stages, sample: torch.Tensor) -> dict:  # {norm: (mean, var)}, each (B, groups)
     "The statistics that the stages' group norms see on a small map, (1, C, H, W)."
-    seen, box = {}, [sample]
+    seen: dict = {}; box = [sample]
     del sample
     run(stages, box, {"record": seen})
     return {norm: (mean, var) for norm, (_, mean, var) in seen.items()}
@@ -260,7 +264,8 @@ class Film(Canvas):
     "A canvas whose chunks are parts of one video, (B, C, T, H, W): joining them afterwards would hold it twice."
     def __init__(self, shape, device, host, n: int):
         super().__init__(shape, device, host)
-        self.n, self.whole = n, None
+        self.n, self.at = n, 0
+        self.whole: torch.Tensor | None = None
 
     def new(self, y: torch.Tensor, chunk: int):
         "The first chunk on its own; the second says how long all after it are, so how long the video is."
@@ -271,8 +276,7 @@ class Film(Canvas):
             at = first.shape[2]
             self.whole = new_map(y, (*y.shape[:2], at + (self.n - 1) * t, *self.shape), self.device, self.host)
             self.maps[0], self.at = self.whole[:, :, :at].copy_(first), at
-        start = self.at + (chunk - 1) * t
-        return self.whole[:, :, start:start + t]
+        return self.whole.narrow(2, self.at + (chunk - 1) * t, t)
 
     def result(self) -> list: return [self.whole]
 

@@ -110,11 +110,15 @@ def blocks(params: Params, channels: int, out: int, n: int) -> nn.ModuleList:
 
 class Half(nn.Module):
     "What encoder and decoder have in common."
+    conv_in: nn.Conv2d
+    conv_out: nn.Conv2d
+
     def forward(self, x):
         x = self.conv_in(x)
         for _, layer in self.layers(): x = layer(x)
         return self.conv_out(F.silu(self.norm_out(x)))
 
+    def layers(self) -> list[tuple[str, nn.Module]]: raise NotImplementedError
     def middle_layers(self): return [(f"mid.{n}", m) for n, m in self.mid.named_children()]
 
 class Encoder(Half):
@@ -130,10 +134,10 @@ class Encoder(Half):
         self.conv_out = nn.Conv2d(width, 2 * params.z_channels, 3, padding=1)
 
     def layers(self) -> list[tuple[str, nn.Module]]:
-        found = []
+        found: list[tuple[str, nn.Module]] = []
         for i, level in enumerate(self.down):
-            found += [(f"down.{i}.block.{j}", b) for j, b in enumerate(level.block)]
-            if hasattr(level, "downsample"): found.append((f"down.{i}.downsample", level.downsample))
+            found += [(f"down.{i}.block.{j}", b) for j, b in enumerate(level.get_submodule("block").children())]
+            if hasattr(level, "downsample"): found.append((f"down.{i}.downsample", level.get_submodule("downsample")))
         return found + self.middle_layers()
 
 class Decoder(Half):
@@ -152,8 +156,8 @@ class Decoder(Half):
     def layers(self) -> list[tuple[str, nn.Module]]:
         found = self.middle_layers()
         for i, level in reversed(list(enumerate(self.up))):
-            found += [(f"up.{i}.block.{j}", b) for j, b in enumerate(level.block)]
-            if hasattr(level, "upsample"): found.append((f"up.{i}.upsample", level.upsample))
+            found += [(f"up.{i}.block.{j}", b) for j, b in enumerate(level.get_submodule("block").children())]
+            if hasattr(level, "upsample"): found.append((f"up.{i}.upsample", level.get_submodule("upsample")))
         return found
 
 # %% ../nbs/18_flux_ae.ipynb #bdbfa237
@@ -224,7 +228,7 @@ class AutoEncoder(Network):
     "FLUX.1's autoencoder under its original key names, in tiles when asked."
     def __init__(self, params: Params = Params(), sample_z: bool = False):
         super().__init__(params, sample_z)
-        self.last = None  # the plan last run
+        self.last: Plan | None = None  # the plan last run
         self.enable_tiling()
         self.disable_tiling()
 
@@ -270,7 +274,7 @@ class AutoEncoder(Network):
             return out
 
     def _tiled(self, op: str, x: torch.Tensor, into: int) -> torch.Tensor:
-        with apart(): plan = self.tile_plan(op, tuple(n // into for n in x.shape[-2:]), x.dtype, x.device)
+        with apart(): plan = self.tile_plan(op, (x.shape[-2] // into, x.shape[-1] // into), x.dtype, x.device)
         if plan is None: return self.in_tiles(op, x)
         y, self.last = call(self, op, x, Options(self.tile_mode, progress=False, output_device=host_of(x)), plan)
         return y

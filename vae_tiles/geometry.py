@@ -132,14 +132,15 @@ class Geometry:
     dims: int = 4           # rank of a latent: 4 (B, C, H, W) or 5 (B, C, T, H, W)
 
     @property
-    def overlap(self) -> tuple[int, int]: return tuple(t - s for t, s in zip(self.tile, self.stride))
+    def overlap(self) -> tuple[int, int]: return self.tile[0] - self.stride[0], self.tile[1] - self.stride[1]
     @property
     def small(self) -> bool: return max(self.tile) <= FLOOR_SIDE  # a small-stock-tile VAE
     @property
-    def floor(self) -> tuple[int, int]: return tuple(max(t, FLOOR_SIDE) for t in self.tile)
+    def floor(self) -> tuple[int, int]: return max(self.tile[0], FLOOR_SIDE), max(self.tile[1], FLOOR_SIDE)
     @property
     def ov(self) -> tuple[int, int]:
-        return tuple(FLOOR_OVERLAP if t <= FLOOR_SIDE else max(o, FLOOR_OVERLAP) for t, o in zip(self.tile, self.overlap))
+        h, w = (FLOOR_OVERLAP if t <= FLOOR_SIDE else max(o, FLOOR_OVERLAP) for t, o in zip(self.tile, self.overlap))
+        return h, w
     def stock(self, height: int, width: int) -> Layout:
         "The layout of diffusers' own loop on a canvas of `height` x `width` latents."
         return Layout(*map(stock_axis, (height, width), self.tile, self.stride))

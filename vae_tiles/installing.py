@@ -19,6 +19,7 @@ import types
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -109,13 +110,13 @@ def tile_call(vae, op: str, lean: bool):
     return lambda t: run_video(stages, t, op) if t.ndim == 5 and t.shape[2] > 1 else run(stages, t)
 
 # %% ../nbs/14_installing.ipynb #9217b3b2
-def run_plan(plan: Plan, vae, x: torch.Tensor, options: Options) -> torch.Tensor:
+def run_plan(plan: Plan, vae, x: torch.Tensor, options: Options) -> Any:  # a tensor; None where a sink got the rows
     "One plan, run."
     if options.sink is not None and not plan.segments: raise ValueError(f"sink: a {plan.path} plan has no rows to give before its end; exact and shared plans do")
     if plan.path == "stock":
         geometry = read_geometry(vae)
         return moved(stock(vae, plan.op, x, geometry) if geometry else raw(vae, plan.op, x), options.output_device)
-    if plan.path == "blend":
+    if plan.path == "blend" and plan.layout is not None:
         report = Report(bar(options.progress, plan.calls), plan.calls)
         into, out = (1, plan.ratio) if plan.op == "decode" else (plan.ratio, 1)
         y = blend(tile_call(vae, plan.op, plan.lean), x, plan.layout, into, out, report, options.output_device)
@@ -138,7 +139,8 @@ def attempt(fn: Callable):
     try: return fn(), None
     except Exception as error:
         if not is_oom(error): raise
-        words, chain = str(error).split("\n")[0], error
+        words = str(error).split("\n")[0]
+        chain: BaseException | None = error
         while chain is not None:
             traceback.clear_frames(chain.__traceback__)
             chain.__traceback__, chain = None, chain.__cause__ or chain.__context__
@@ -146,7 +148,7 @@ def attempt(fn: Callable):
 
 def release(device: torch.device) -> None:
     "Hand the allocator's unused blocks back."
-    module = getattr(torch, device.type, None)
+    module: Any = getattr(torch, device.type, None)
     if device.type in ("cuda", "xpu", "mps") and hasattr(module, "empty_cache"): module.empty_cache()
 
 # %% ../nbs/14_installing.ipynb #abd7e95f
@@ -186,7 +188,7 @@ def run_ladder(plan: Plan, vae, x: torch.Tensor, options: Options) -> tuple[torc
 # %% ../nbs/14_installing.ipynb #ba052f9b
 def plan_for(vae, op: str, x: torch.Tensor, options: Options, mode: str | None = None, free=None) -> Plan:
     "The plan for a tensor."
-    ratio, video = ratio_of(vae), x.ndim == 5 and x.shape[2] > 1
+    ratio, video = ratio_of(vae) or 1, x.ndim == 5 and x.shape[2] > 1
     h, w = (n * ratio if op == "decode" else n for n in x.shape[-2:])
     out_host = options.output_device is not None and torch.device(options.output_device).type == "cpu" and x.device.type != "cpu"
     out_host = out_host or options.sink is not None
@@ -204,7 +206,7 @@ def plan_for(vae, op: str, x: torch.Tensor, options: Options, mode: str | None =
     if (mode or options.mode) in ("blend", "stock"): return ask(h, w)
     return ask(h, w, tile=g.floor, **({"mode": "blend"} if (mode or options.mode) == "untiled" else {}))
 
-def call(vae, op: str, x: torch.Tensor, options: Options, plan: Plan | None = None) -> tuple[torch.Tensor, Plan]:
+def call(vae, op: str, x: torch.Tensor, options: Options, plan: Plan | None = None) -> tuple[torch.Tensor, Plan | None]:
     "Check, plan, run: the sample or the moments, and the plan that ran."
     (check_latent if op == "decode" else check_image)(vae, x)
     if len(x) == 0: return raw(vae, op, x), None
@@ -240,12 +242,13 @@ class Meter:
             self.peak = torch.cuda.max_memory_allocated(self.device) - self.held
 
 # %% ../nbs/14_installing.ipynb #5a04a9d3
-def decode(vae,
+def decode(vae,                       # a VAE, or a pipeline with one; it is only read
            z: torch.Tensor,           # (B, C, H, W) or (B, C, T, H, W) latents
            *, plan: Plan | None = None,  # a plan made before; None: made now
            free: int | str | None = None,  # bytes, or "0.6GiB"; None: asked of the device
-           mode: str = "auto", tile: int | tuple[int, int] | None = None,  # latents
-           lean: bool = True,
+           mode: str = "auto",        # a path ("untiled", "exact", "shared", "blend", "stock"), or "auto": the best that fits
+           tile: int | tuple[int, int] | None = None,  # a tile's core, latents; None: the planner's choice
+           lean: bool = True,         # layers in pieces where that can be: equal to rounding, at a smaller peak
            progress: Callable | bool | None = None,  # progress(done, total); an exception in it stops the decode
            output_device: torch.device | str | None = None,  # where the image goes
            free_memory: Callable | None = None,  # called first when memory runs out
@@ -256,11 +259,17 @@ def decode(vae,
     if sink is not None and (len(z) != 1 or z.ndim == 5 and z.shape[2] != 1): raise ValueError(f"sink: one picture at a time, not {tuple(z.shape)}")
     return call(vae, "decode", z, Options(mode, free, tile, lean, progress, output_device, free_memory, sink=sink), plan)[0]
 
-def encode(vae,
+def encode(vae,                       # a VAE, or a pipeline with one; it is only read
            x: torch.Tensor,           # (B, C, H, W) or (B, C, T, H, W) image in [-1, 1]
-           *, plan: Plan | None = None, free: int | str | None = None, mode: str = "auto",
-           tile: int | tuple[int, int] | None = None, lean: bool = True, progress: Callable | bool | None = None,
-           output_device: torch.device | str | None = None, free_memory: Callable | None = None):
+           *, plan: Plan | None = None,  # a plan made before, for an encode; None: made now
+           free: int | str | None = None,  # bytes, or "0.6GiB"; None: asked of the device
+           mode: str = "auto",        # a path, or "auto": the best that fits
+           tile: int | tuple[int, int] | None = None,  # a tile's core, latents; None: the planner's choice
+           lean: bool = True,         # layers in pieces where that can be: equal to rounding, at a smaller peak
+           progress: Callable | bool | None = None,  # progress(done, total); an exception in it stops the encode
+           output_device: torch.device | str | None = None,  # where the moments go
+           free_memory: Callable | None = None,  # called first when memory runs out
+          ):                          # of latents (B, C, [T,] h, w)
     "Encode once, in the memory there is: a `DiagonalGaussianDistribution`. Arguments as for `decode`."
     vae = vae_of(vae)
     moments, _ = call(vae, "encode", x, Options(mode, free, tile, lean, progress, output_device, free_memory), plan)
@@ -286,7 +295,8 @@ def own_method(vae, name: str): return types.MethodType(getattr(type(vae), name)
 class Installed:
     "What `install` returns: `uninstall()`, a context manager, and `last`, the plan last run."
     def __init__(self, vae, options: Options, encode_tile=None):
-        self.vae, self.options, self.last, self.untiled = vae, options, None, False
+        self.vae, self.options, self.untiled = vae, options, False
+        self.last: Plan | None = None
         self.encode_tile = encode_tile
         for name in METHODS:
             if hasattr(type(vae), name): setattr(vae, name, Method(vae, getattr(self, f"_{name}")))
@@ -337,13 +347,14 @@ def latents(moments: torch.Tensor, return_dict: bool):
 # %% ../nbs/14_installing.ipynb #7f2938c1
 _installed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
-def install(vae_or_pipeline, *,
-            mode: str = "auto",              # a path, or "auto"
+def install(vae_or_pipeline,                 # a diffusers VAE, or a pipeline with one
+            *,
+            mode: str = "auto",              # a path ("untiled", "exact", "shared", "blend", "stock"), or "auto": the best that fits
             free: int | str | None = None,   # bytes, or "0.6GiB"; None: asked of the device at each call
             tile_size: int | None = None,    # pixels; None: the planner's choice; 0 and negatives: the class's default
-            tile: int | tuple[int, int] | None = None,  # latents; instead of tile_size
+            tile: int | tuple[int, int] | None = None,  # a tile's core, latents; instead of tile_size
             encode_tile: int | tuple[int, int] | None = None,  # latents; the encoder's own
-            lean: bool = True,
+            lean: bool = True,               # layers in pieces where that can be: equal to rounding, at a smaller peak
             progress: Callable | bool | None = None,  # progress(done, total); None: a bar on a terminal; False: none
             free_memory: Callable | None = None,      # called first when memory runs out
             measure: bool = False,           # report actual peaks on the CPU too (slow)

@@ -521,7 +521,8 @@ def _says_oom(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)): return True
     return isinstance(error, RuntimeError) and bool(_OOM.search(str(error)))
 
-def is_oom(error: BaseException | None) -> bool:
+def is_oom(error: BaseException | None,  # what was raised
+          ) -> bool:
     "Does `error`, or an error chained under it, say that memory ran out, on any backend?"
     todo: list[BaseException] = [error] if isinstance(error, Exception) else []
     seen = set()

@@ -22,7 +22,7 @@ from .fixtures import NAMES, full_width
 from .geometry import Geometry, Layout, fewest_calls, fewest_latents, spread, tiles_needed
 from .lean import lean_stages, why_not_lean
 from .measure import figure as figure_of
-from .peaks import BOUND, Run, fingerprint, meta_vae, mib, predict_decode, predict_encode, remembered
+from .peaks import BOUND, Run, apart, fingerprint, meta_vae, mib, predict_decode, predict_encode, remembered
 from .search import Feed, Segment, costs_of, fitted, measured_peak, stage_work, whole_peak, work_of
 from .stages import UnknownStructure, chunks, decoder_stages, encoder_stages
 from .vaes import channels_of, ratio_of, read_geometry
@@ -51,7 +51,7 @@ class Plan:
     why: tuple[str, ...]          # what was chosen and what was not, in words
     fits: bool                    # whether the peak is within the budget
     lean: bool = True             # whether stages run in their lean form
-    dtype: str = "bfloat16"
+    dtype: str = "bfloat16"       # of the latent or image
     segments: tuple[Segment, ...] = ()  # what the executor runs (untiled, exact, shared)
     layout: Layout | None = None        # what it blends (blend), or what stock tiles are (stock)
     statistics: tuple[int, int] | None = None  # shared: before which stage they are taken, and of every how many-th cell
@@ -86,10 +86,12 @@ def svg_of(plan: Plan, size: int = 320) -> str:
     parts = [rect((0, 0, w, h), "fill:#e8eef7;stroke:#345;stroke-width:1.5")]
     parts += [rect(b, "fill:#2a6;fill-opacity:.18;stroke:#2a6;stroke-width:1") for b in boxes]
     parts += [rect(b, "fill:none;stroke:#c50;stroke-dasharray:4 3") for b in halo]
-    text = f'<text x="0" y="{h * k + 18:.0f}" font-size="12" fill="currentColor">{plan}</text>'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-4 -4 {max(w * k, 560):.0f} {h * k + 30:.0f}" width="{max(w * k, 560):.0f}">{"".join(parts)}{text}</svg>'
+    line = '<text x="0" y="{:.0f}" font-size="12" font-family="sans-serif" fill="currentColor">{}</text>'
+    text = "".join(line.format(h * k + 18 + 16 * i, words) for i, words in enumerate(str(plan).replace(", peak", "\npeak").split("\n")))
+    width, height = max(w * k + 8, 440), h * k + 46
+    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-4 -4 {width:.0f} {height:.0f}" width="{width:.0f}">{"".join(parts)}{text}</svg>'
 
-Plan._repr_svg_ = svg_of
+Plan._repr_svg_ = svg_of  # type: ignore[attr-defined]
 
 # %% ../nbs/12_planning.ipynb #bb1d1ad2
 def subject(vae_or_name) -> torch.nn.Module:
@@ -114,16 +116,16 @@ def meta_costs(vae, op: str, canvas: tuple[int, int], dtype: torch.dtype, lean: 
     stages = remembered(key, lambda: stages_of(meta_vae(vae, dtype), op, lean))
     latent, image = channels_of(vae)
     if latent is None or image is None: raise UnknownStructure(f"{type(vae).__name__}'s config does not say how many channels it takes")
-    channels, size = (latent, canvas) if op == "decode" else (image, tuple(n * ratio_of(vae) for n in canvas))
+    channels, size = (latent, canvas) if op == "decode" else (image, tuple(n * (ratio_of(vae) or 1) for n in canvas))
     return costs_of(stages, channels, size, dtype, lean, copies, norms, feed_of(op, frames))
 
 def stock_work(vae, op: str, canvas: tuple[int, int], dtype: torch.dtype, frames: int = 1) -> float:
     "Multiply-adds of the class's own untiled call; `canvas` in latents."
     if feed_of(op, frames):
-        costs, size = meta_costs(vae, op, canvas, dtype, False, False, frames=frames), canvas if op == "decode" else tuple(n * ratio_of(vae) for n in canvas)
+        costs, size = meta_costs(vae, op, canvas, dtype, False, False, frames=frames), canvas if op == "decode" else tuple(n * (ratio_of(vae) or 1) for n in canvas)
         return work_of(costs, (Segment(0, len(costs)),), size)
     stages = remembered(("stages", fingerprint(vae), op, False, dtype), lambda: stages_of(meta_vae(vae, dtype), op, False))
-    (latent, image), ratio = channels_of(vae), ratio_of(vae)
+    (latent, image), ratio = channels_of(vae), ratio_of(vae) or 1
     channels, size = (latent, canvas) if op == "decode" else (image, tuple(n * ratio for n in canvas))
     total = 0.
     for stage, *cells in zip(stages, *(lengths_of(n, [s.scale for s in stages]) for n in size)):
@@ -152,7 +154,7 @@ def modes_of(vae, op: str = "decode") -> tuple[str, ...]:
 @dataclass(frozen=True)
 class Request:
     "A decode or encode to plan for."
-    vae: object
+    vae: torch.nn.Module
     op: str
     canvas: tuple[int, int]   # latents
     ratio: int
@@ -173,10 +175,10 @@ class Request:
     def costs(self, norms: str = "own"): return meta_costs(self.vae, self.op, self.canvas, self.dtype, self.lean, self.copies, norms, self.frames)
     @property
     def source(self) -> tuple[int, int]:  # the first stage's input, cells
-        return self.canvas if self.op == "decode" else tuple(n * self.ratio for n in self.canvas)
+        return self.canvas if self.op == "decode" else (self.canvas[0] * self.ratio, self.canvas[1] * self.ratio)
     @property
     def part(self) -> tuple[float, float] | None:  # of the canvas, that a tile's core is to be
-        return self.tile and tuple(t / n for t, n in zip(self.tile, self.canvas))
+        return self.tile and (self.tile[0] / self.canvas[0], self.tile[1] / self.canvas[1])
     @property
     def pixels(self) -> int: return self.canvas[0] * self.canvas[1] * self.ratio**2
     def stock_work(self) -> float: return stock_work(self.vae, self.op, self.canvas, self.dtype, self.frames)
@@ -184,7 +186,7 @@ class Request:
 # %% ../nbs/12_planning.ipynb #1ab56a6c
 def made(r: Request, path: str, tile, grid, peak, work, why, halo=0., cuts=(), calls=None, segments=(), layout=None, fits=None, price=None) -> Plan:
     "A plan for a request; `work` and `price` over diffusers' untiled call."
-    return Plan(path, r.op, r.canvas, r.ratio, tuple(map(int, tile)), tuple(map(int, grid)), halo, tuple(cuts),
+    return Plan(path, r.op, r.canvas, r.ratio, (int(tile[0]), int(tile[1])), (int(grid[0]), int(grid[1])), halo, tuple(cuts),
                 int(grid[0] * grid[1] if calls is None else calls), int(peak), r.budget, round(float(work), 4), round(float(price or work), 4), (*r.why, *why),
                 bool(peak <= r.budget if fits is None else fits), r.lean, str(r.dtype).split(".")[1], tuple(segments), layout)
 
@@ -292,7 +294,8 @@ def blend_peak(r: Request, area: int, mib_per_latent: float) -> float:
 def video_runs(r: Request) -> tuple[Run, Run, float]:
     "Untiled dry runs of 16 x 16 latents at two lengths, and how many times their difference lies beyond the second."
     predict, (a, b) = (predict_decode, (3, 4)) if r.op == "decode" else (predict_encode, (9, 13))
-    return *(predict(r.vae, 16, 16, frames=n, dtype=r.dtype, layout_copies=r.copies) for n in (a, b)), (r.frames - b) / (b - a)
+    first, second = (predict(r.vae, 16, 16, frames=n, dtype=r.dtype, layout_copies=r.copies) for n in (a, b))
+    return first, second, (r.frames - b) / (b - a)
 
 def frames_out(r: Request) -> int:
     "Frames of a decoded video, latent frames of an encoded one."
@@ -310,11 +313,13 @@ def blend_figure(r: Request) -> float:
 
 def plan_blend(r: Request) -> Plan:
     "Overlapping tiles, or stock ones where those may stay, or untiled where the canvas is one tile."
-    g, (h, w) = r.geometry, r.canvas
+    if (g := r.geometry) is None: return plan_stock(r, ("no tile geometry to read",))
+    h, w = r.canvas
     f = blend_figure(r)
-    if r.op == "encode": g = replace(g, tile=tuple(max(t, 64) for t in g.tile), stride=tuple(max(t, 64) - 32 for t in g.tile))
+    if r.op == "encode": g = replace(g, tile=(max(g.tile[0], 64), max(g.tile[1], 64)), stride=(max(g.tile[0], 64) - 32, max(g.tile[1], 64) - 32))
     budget = r.budget if g.small else r.device_budget
     fits = lambda area: blend_peak(r, area, f) <= budget
+    layout: Layout | None
     if r.tile: layout, why = even_layout(g, h, w, r.tile), ["the tile was asked for"]
     elif g.one_tile(h, w): layout, why = g.wide(h, w), ["the canvas is within one tile"]
     elif r.op == "encode":  # no tile below 64 latents, no overlap below 32
@@ -357,8 +362,7 @@ def max_tile() -> int | None:
 # %% ../nbs/12_planning.ipynb #8da552f9
 def plan_untiled(r: Request, why) -> Plan:
     "The whole canvas in one go: by stages where they are known, by the class otherwise."
-    if structure_known(r.vae, r.op):
-        found = plan_exact(r, untiled=True)
+    if structure_known(r.vae, r.op) and (found := plan_exact(r, untiled=True)):
         return replace(found, why=(*r.why, *why), fits=found.peak_bytes <= r.budget)
     f = blend_figure(replace(r, lean=False, figure=None))
     return made(r, "untiled", r.canvas, (1, 1), blend_peak(r, math.prod(r.canvas), f), 1., why)
@@ -392,7 +396,8 @@ def request(vae_or_name, height, width, *, free, mode, tile, dtype, op, lean, ba
             raise ValueError(f"{name}={n!r} pixels: a multiple of {ratio}, at least {ratio}, is needed")
     device = getattr(next(vae.parameters(), None), "device", torch.device("cpu"))
     memory = free_memory(device, free)
-    why, tile = (), _tile(tile)
+    why: tuple[str, ...] = ()
+    tile = _tile(tile)
     canvas = (height // ratio, width // ratio)
     if (cap := max_tile()) is not None and max(tile or canvas) > cap: tile = tuple(min(t, cap) for t in tile or (cap, cap))
     if lean and (reason := "a video runs the class's own modules" if feed_of(op, frames) else not_lean(vae, op)): lean, why = False, (f"not lean: {reason}",)
@@ -413,15 +418,18 @@ def not_lean(vae, op: str) -> str:
 # %% ../nbs/12_planning.ipynb #f9bbf4ca
 KEEP_STOCK: dict[str, str] = {}  # class name: why it must stay stock, as measured
 
+@apart()
 def plan(vae_or_name,  # a VAE on any device, or one of `NAMES`: the full-width real configuration
          height: int,  # pixels
          width: int,   # pixels
          *, free: int | str | None = None,  # bytes, or "0.6GiB"; None: asked of the device
          mode: str = "auto",                # one of `MODES`
          tile: int | tuple[int, int] | None = None,  # a tile's core, latents; None: the planner's choice
-         dtype: torch.dtype = torch.bfloat16, op: str = "decode",
+         dtype: torch.dtype = torch.bfloat16,  # of the latent or image
+         op: str = "decode",                # or "encode"
          lean: bool = True,                 # stages in their lean form where that is possible
-         batch: int = 1, frames: int = 1,
+         batch: int = 1,                    # pictures
+         frames: int = 1,                   # latent frames; more than 1 is video
          figure: float | None = None,       # MiB of peak per latent of tile (blend), instead of the table's
          out_host: bool = False,            # the result goes to the host
         ) -> Plan:
@@ -443,7 +451,7 @@ def structure_known(vae, op: str) -> bool:
 # %% ../nbs/12_planning.ipynb #c3d378ab
 def smallest(r: Request, planner) -> Plan:
     "What a planner finds; where nothing fits, its plan of the smallest peak, with `fits=False`."
-    probe = r.budget
+    probe: float = r.budget
     for _ in range(40):
         found = planner(replace(r, budget=int(probe)))
         if found: return replace(found, budget_bytes=r.budget, fits=found.peak_bytes <= r.budget)

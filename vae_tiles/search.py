@@ -12,7 +12,7 @@ __all__ = ['SIDES', 'HOST_WORK', 'CALL_WORK', 'Curve', 'Cost', 'Feed', 'meta_map
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ class Curve:
 @dataclass(frozen=True)
 class Cost:
     "What a stage costs on a window, by its input cells: bytes above the input, and multiply-adds."
-    stage: object   # the Stage on meta: name, scale, reach
+    stage: Any      # the Stage on meta: name, scale, reach
     given: Curve     # peak bytes where the input is given away
     kept: Curve      # peak bytes where the input must stay as it is
     work: Curve      # multiply-adds
@@ -101,13 +101,14 @@ def cost_of(stage, channels: int, canvas: tuple[int, int] | None, dtype: torch.d
     sizes = [canvas] if canvas else [(s, s) for s in (SIDES[:2] if feed else SIDES)]  # a video's stages are not lean: straight lines
     runs = [stage_runs(stage, channels, h, w, dtype, lean, copies, norms, feed) for h, w in sizes]
     cells, small, made, fed = tuple(float(h * w) for h, w in sizes), runs[0], runs[0].channels, runs[0].fed
-    curves = [[r.given for r in runs], [r.kept for r in runs], [small.work * n / cells[0] for n in cells]]  # the smallest window is one band: all its work is seen
+    curve = lambda values: Curve(cells, tuple(map(float, values)))
+    work = curve(small.work * n / cells[0] for n in cells)  # the smallest window is one band: all its work is seen
     bands, qkv = (None, 0) if stage.attend is None else _band_cost(stage, channels, canvas, dtype, lean, copies)
     found = None
     if stage.norms and norms == "own" and not stage.whole: found, _ = cost_of(stage, channels, None, dtype, lean, copies, "found")
-    weigh = [c * dtype.itemsize * (f.later if f else 1) for c, f in ((channels, feed), (made, fed))]
-    return Cost(stage, *(Curve(cells, tuple(map(float, v))) for v in curves), *weigh, dtype.itemsize, bands, qkv * (feed.n if feed else 1),
-                norms, found, small.cached / cells[0], feed, fed), made
+    in_bytes, out_bytes = (c * dtype.itemsize * (f.later if f else 1) for c, f in ((channels, feed), (made, fed)))
+    return Cost(stage, curve(r.given for r in runs), curve(r.kept for r in runs), work, in_bytes, out_bytes, dtype.itemsize, bands,
+                qkv * (feed.n if feed else 1), norms, found, small.cached / cells[0], feed, fed), made
 
 SIDES = (32, 128, 512)  # sides of the windows that curves are measured at, cells
 
@@ -218,7 +219,7 @@ def tile_options(costs, canvas, device_in: bool, tile=None, largest=(np.inf, np.
     sides = [cores(n) if tile is None else np.array([min(max(1, round(t * n)), n)]) for n, t in zip(coarse, tile or (0, 0))]
     counts = [-(-n // s) for n, s in zip(coarse, sides)]
     k = growth(stages)
-    work, peak, alive, cached = 0., 0., 0., 0.
+    work: Any = 0.; peak: Any = 0.; alive: Any = 0.; cached: Any = 0.
     for i, cost in enumerate(costs):
         h, w = (np.minimum(s * k[i][0] + k[i][1], L[i]) for s, L in zip(sides, lengths))
         n = h[:, None] * w[None]
@@ -263,7 +264,7 @@ def search(costs: tuple[Cost, ...],
     sizes = list(zip(*(lengths_of(side, [s.scale for s in stages]) for side in canvas)))
     cells = [h * w for h, w in sizes]
     weigh = [costs[0].in_map * cells[0]] + [c.out_map * m for c, m in zip(costs, cells[1:])]
-    best = {(0, in_host): (0., extra + (0 if in_host else weigh[0]), ())}
+    best: dict = {(0, in_host): (0., extra + (0 if in_host else weigh[0]), ())}
     loose = loose_stages(costs) if tile else range(n + 1)
     for i in range(n):
         for host_in in (False, True):
@@ -315,6 +316,7 @@ def _best_option(costs, size, cells, budget, held_in, held_out, host_in, host_ou
 
 def _banded(cost: Cost, size, cells: int, budget: float, host_in: bool) -> Option | None:
     "Attention in the fewest bands that fit beside the map, its keys and its values."
+    if cost.bands is None: return None
     held = 0 if host_in else cells * (cost.in_map + 2 * cost.in_bytes)
     for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024):
         if n > size[0]: return None

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -79,7 +79,7 @@ def kind_of(module) -> str:
         if name.startswith(prefix): return name[len(prefix):]
     return name
 
-def unknown(module, name: str):
+def unknown(module, name: str) -> NoReturn:
     "Raise: `module`, found at `name`, is not a layer that we know."
     raise UnknownStructure(f"{name} is a {type(module).__name__}, which is not recognised")
 

@@ -133,7 +133,8 @@ def forced() -> bool:
 
 # %% ../nbs/06_vaes.ipynb #4ce52e0b
 @contextmanager
-def tiling(vae_or_pipeline, *,
+def tiling(vae_or_pipeline,               # a diffusers VAE, or a pipeline with one
+           *,
            tile_size: int | None = None,  # pixels; 0, None and negatives: the class's default
            enabled: bool = True,          # False: untiled in this block, unless VAE_TILES_FORCE is set
           ):
